@@ -19,8 +19,8 @@ import torch
 
 from benchmarks import common
 from deltasync import Publisher, Receipt, Replica, open_store
-from deltasync.channel import heartbeat
-from deltasync.channel.heartbeat import Heartbeat
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from tests.http_faults import Exchange, FaultProxy
 from tests.hub import fixtures as hub
 from tests.servers.s3 import KEYS, MotoServer

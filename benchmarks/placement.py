@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from benchmarks import common
-from deltasync.kernels import groups
+from deltasync.gpu import groups
 from deltasync.publish import detect
 
 MODELS = {"0.6B": (596_049_920, 1), "7B": (7_615_616_512, 1), "70B over 8 ranks": (70_553_706_496, 8)}

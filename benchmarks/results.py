@@ -27,7 +27,7 @@ from benchmarks import common
 from benchmarks.codec import published, report
 from benchmarks.corpus import report as corpus_report
 from deltasync.config import CODECS
-from deltasync.publish.compact import SHARE
+from deltasync.ops.compactor import SHARE
 
 RESULTS = common.ROOT / "docs" / "results"
 PAGES = (common.ROOT / "README.md", *sorted((common.ROOT / "docs").rglob("*.md")))

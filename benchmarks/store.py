@@ -157,7 +157,7 @@ def _client(folder: str, store: Store) -> Iterator[Client | None]:
     elif folder.startswith("hf:"):
         from huggingface_hub import HfApi
 
-        from deltasync.stores.hub import bucket_of
+        from deltasync.clouds.hub import bucket_of
 
         api, (bucket, prefix) = HfApi(), bucket_of(folder)
         with tempfile.TemporaryDirectory() as directory:

@@ -20,19 +20,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltasync import errors
     from deltasync.config import Retention
-    from deltasync.following import ModuleReplica, Replica, follow
+    from deltasync.following import Replica
     from deltasync.publish import Publisher, Receipt
+    from deltasync.serve import ModuleReplica, follow
     from deltasync.stores import open_store
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "ModuleReplica": "deltasync.following",
+    "ModuleReplica": "deltasync.serve",
     "Publisher": "deltasync.publish",
     "Receipt": "deltasync.publish",
     "Replica": "deltasync.following",
     "Retention": "deltasync.config",
-    "follow": "deltasync.following",
+    "follow": "deltasync.serve",
     "open_store": "deltasync.stores",
 }
 

@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 
 import click
 
-from deltasync.cli.output import echo
-from deltasync.cli.program import Program
-from deltasync.cli.serve import check_port
 from deltasync.errors import ConfigError
+from deltasync.ops.cli.output import echo
+from deltasync.ops.cli.program import Program
+from deltasync.ops.cli.serve import check_port
 
 _FILES = Path(__file__).with_name("router")
 _PORTS = {"http": 80, "https": 443}

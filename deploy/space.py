@@ -22,11 +22,11 @@ from huggingface_hub import HfApi
 from huggingface_hub.errors import HfHubHTTPError
 
 from deltasync.channel.signing import Trusted
-from deltasync.cli.output import echo, echo_json
-from deltasync.cli.program import HELP_OPTIONS, ProgramGroup, complete_help
+from deltasync.clouds.hub import bucket_of
 from deltasync.errors import ConfigError, StoreError
+from deltasync.ops.cli.output import echo, echo_json
+from deltasync.ops.cli.program import HELP_OPTIONS, ProgramGroup, complete_help
 from deltasync.stores import open_store
-from deltasync.stores.hub import bucket_of
 
 _HERE = Path(__file__).parent
 _FILES = _HERE / "spaces" / "vllm"

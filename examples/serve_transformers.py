@@ -23,8 +23,8 @@ from transformers.cli.serving import model_manager, server
 import deltasync
 from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
-from deltasync.following import replies
-from deltasync.following.wanted import App, Message, Receive, Send, Wanted, demanded, demanding, reply_error
+from deltasync.serve import replies
+from deltasync.serve.wanted import App, Message, Receive, Send, Wanted, demanded, demanding, reply_error
 from deltasync.tensors.bits import bits_of
 
 

@@ -21,7 +21,8 @@ from mlx.utils import tree_flatten, tree_unflatten
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import ConfigError, StageError
-from deltasync.following import Commit, Gate, GatedTarget, Identify, Mapped, Names, Part, StagedVersion, gated_calls
+from deltasync.following import Commit, Identify, StagedVersion
+from deltasync.serve import Gate, GatedTarget, Mapped, Names, Part, gated_calls
 from mlx_plugin.derived import Kept
 
 _EXPERTS = ".switch_mlp."  # mlx_lm's name for the experts of a layer, which it stacks

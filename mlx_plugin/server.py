@@ -13,9 +13,9 @@ from mlx_lm import server
 import deltasync
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
-from deltasync.following import replies
-from deltasync.following.requests import until_ready
-from deltasync.following.wanted import Held, read
+from deltasync.serve import replies
+from deltasync.serve.requests import until_ready
+from deltasync.serve.wanted import Held, read
 from mlx_plugin.module import all_bits
 
 following: deltasync.ModuleReplica  # by the one model that is served

@@ -27,7 +27,7 @@ def register() -> None:
 
     A variable that is misspelt or cannot be used ends the process at once: SGLang goes on after any other exception.
     """
-    from deltasync.following import startup
+    from deltasync.serve import startup
 
     try:
         if not startup.is_to_follow():
@@ -40,7 +40,7 @@ def register() -> None:
         hooks.install()
     from sglang.srt.server_args import ServerArgs
 
-    from deltasync.following.engine import around
+    from deltasync.serve.engine import around
 
     @around(ServerArgs, "check_server_args")
     def checked(check_server_args: Any, self: Any) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from deltasync.following.engine import around
+from deltasync.serve.engine import around
 from sglang_plugin import logger
 from sglang_plugin.model import note_loads
 from sglang_plugin.scheduler import MARK

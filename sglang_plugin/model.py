@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from deltasync.errors import ModelMismatchError
-from deltasync.following.shard import Engine
-from deltasync.live import derived, plan
+from deltasync.serve import derived, load_plan
+from deltasync.serve.shard import Engine
 from deltasync.tensors.bits import dtype_name
 from sglang_plugin import refusals
 
@@ -42,7 +42,7 @@ class ModelEngine(Engine):
         ConfigError: its weights are not where deltas reach them.
     """
 
-    loader = plan.Loader("SGLang", _restore)
+    loader = load_plan.Loader("SGLang", _restore)
 
     def __init__(self, runner: Any) -> None:
         self._runner, self.model = runner, runner.model

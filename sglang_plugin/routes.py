@@ -14,11 +14,11 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
-from deltasync.following import calls
-from deltasync.following.engine import number_of
-from deltasync.following.requests import until_ready
-from deltasync.following.routes import Routes
-from deltasync.following.wanted import Wanted, demanded
+from deltasync.serve import calls
+from deltasync.serve.engine import number_of
+from deltasync.serve.requests import until_ready
+from deltasync.serve.routes import Routes
+from deltasync.serve.wanted import Wanted, demanded
 from sglang_plugin import SOCKET
 
 _TICK_S = 0.5

@@ -18,11 +18,12 @@ import torch
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import redacted
-from deltasync.following import Follow, calls
-from deltasync.following.engine import Answer, answer, is_safe, limit_threads, open_reader
-from deltasync.following.routes import Routes
-from deltasync.following.shard import Shard
-from deltasync.following.shards import Client, ShardsTarget
+from deltasync.following import Follow
+from deltasync.serve import calls
+from deltasync.serve.engine import Answer, answer, is_safe, limit_threads, open_reader
+from deltasync.serve.routes import Routes
+from deltasync.serve.shard import Shard
+from deltasync.serve.shards import Client, ShardsTarget
 from sglang_plugin import SOCKET, logger
 from sglang_plugin.model import ModelEngine
 
@@ -59,7 +60,7 @@ class DeltaSyncScheduler(ModelEngine, Client):
         if rank:
             return
         settings = settings.at_port(get_serving().port, None)
-        from deltasync.following.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first
+        from deltasync.serve.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first
 
         metrics = Metrics()
         target = ShardsTarget(self, reader, settings, metrics, logger)

@@ -12,10 +12,10 @@ from deltasync import Publisher, Receipt, Replica
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.shadow import Shadow
-from deltasync.publish.source import Source
-from deltasync.publish.stream import Stream
-from deltasync.ranks.ranks import Ranks
 from deltasync.stores import Store
+from deltasync.trainer.ranks import Ranks
+from deltasync.trainer.source import Source
+from deltasync.trainer.stream import Stream
 from tests.conftest import assert_same_bits
 
 Weights = Mapping[str, torch.Tensor]

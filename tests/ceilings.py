@@ -10,7 +10,7 @@ import tomllib
 from pathlib import Path
 
 from deltasync import config, threads
-from deltasync.cli import main
+from deltasync.ops.cli import main
 from tests import version_path
 from tests.unit.test_imports import PACKAGES, ROOMS, ROOT
 

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
+from deltasync.gpu.devices import Device, accelerator
 from deltasync.kernels import torch_ops
 from deltasync.kernels.table import Room, Rows, SegmentKernels, Table, Writes
-from deltasync.live.devices import Device, accelerator
 
 
 class StandIn(Device):

@@ -24,9 +24,9 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow
-from deltasync.following.engine import open_reader
-from deltasync.following.metrics import Metrics
-from deltasync.following.shards import Client, ShardsTarget
+from deltasync.serve.engine import open_reader
+from deltasync.serve.metrics import Metrics
+from deltasync.serve.shards import Client, ShardsTarget
 from deltasync.stores import Store
 from tests.channels import Made
 from vllm_plugin.endpoints import DeltaSyncEndpoints

@@ -15,9 +15,10 @@ from pathlib import Path
 import torch
 
 from deltasync import Publisher, Retention, open_store
-from deltasync.channel import heartbeat, keys
-from deltasync.channel.heartbeat import Heartbeat
-from deltasync.dashboard import Observer, page
+from deltasync.channel import keys
+from deltasync.ops.dashboard import Observer, page
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from tests.browser import browse
 
 LAYERS, VERSIONS, SHOWN = 12, 60, "s3://bucket/run"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable
 
-from deltasync.ranks.ranks import Ranks
+from deltasync.trainer.ranks import Ranks
 
 
 class Traffic:

@@ -21,7 +21,7 @@ from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
 from deltasync.config import PublisherSettings
 from deltasync.errors import FormatError, MissingVersionError
-from deltasync.publish.acquire import open_channel
+from deltasync.opening.acquire import open_channel
 from deltasync.publish.log import Lease, Log
 from deltasync.stores import Store
 from deltasync.stores.retries import RetryStore

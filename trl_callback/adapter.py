@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from deltasync.errors import ConfigError
-from deltasync.publish.stream import module_tensors, unwrapped
 from deltasync.tensors.bits import is_wrapper, readable
+from deltasync.trainer.stream import module_tensors, unwrapped
 
 _AROUND_BASE = re.compile(r"\.((token_adapter\.)?base_layer|original_module)\b")
 """Attributes with which PEFT's layers hold the layer that they replace."""

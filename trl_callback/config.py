@@ -10,7 +10,7 @@ from typing import Any, Literal, Self
 
 from deltasync.config import CODECS, PublisherSettings, TrainerSettings, check_names
 from deltasync.errors import ConfigError
-from deltasync.publish.owner import check_resume, owner_of
+from deltasync.opening.owner import check_resume, owner_of
 from deltasync.stores import open_store
 
 

@@ -9,9 +9,9 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
 from deltasync import Receipt
-from deltasync.channel import heartbeat
-from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import DeltaSyncError
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores.base import Store
 from deltasync.threads import daemon
 

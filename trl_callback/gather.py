@@ -25,12 +25,13 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 from transformers.dynamic_module_utils import custom_object_save
 
-from deltasync.channel import adapter_base, anchors
-from deltasync.channel.adapter_base import AdapterBase
+from deltasync.channel import anchors
 from deltasync.config import AUTO
 from deltasync.errors import ConfigError
-from deltasync.publish.stream import QUANTIZATION, TensorRange, by_rows, is_range, module_tensors, part_of, unwrapped
+from deltasync.opening import adapter_base
+from deltasync.opening.adapter_base import AdapterBase
 from deltasync.tensors.bits import readable
+from deltasync.trainer.stream import QUANTIZATION, TensorRange, by_rows, is_range, module_tensors, part_of, unwrapped
 from trl_callback import adapter
 
 logger = logging.getLogger(__name__)

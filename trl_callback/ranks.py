@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 
 from deltasync.errors import ConfigError
-from deltasync.publish.source import digest_of
-from deltasync.ranks.ranks import Ranks
 from deltasync.tensors.bits import is_wrapper, readable
+from deltasync.trainer.ranks import Ranks
+from deltasync.trainer.source import digest_of
 
 
 @contextlib.contextmanager

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 from deltasync.errors import ConfigError
-from deltasync.publish.stream import unwrapped
 from deltasync.tensors.bits import bits_of, readable
+from deltasync.trainer.stream import unwrapped
 from trl_callback import adapter, gather
 
 _NAMED = 3  # tensors that a message names

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, DeltaSyncError, NotPublishedError
+from deltasync.serve import heartbeat
 from deltasync.stores import Store
 
 _POLL_S = 0.5

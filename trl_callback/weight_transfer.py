@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist
 
 from deltasync import Publisher, Receipt, open_store
-from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import PublisherSettings, TrainerSettings
 from deltasync.errors import ConfigError, NotPublishedError, PublishError, PublishTimeoutError, get_logger
-from deltasync.publish.owner import OVERWRITE, owner_of
-from deltasync.publish.stream import Stream
+from deltasync.opening.owner import OVERWRITE, owner_of
+from deltasync.serve import heartbeat
+from deltasync.trainer.stream import Stream
 from trl_callback import adapter, compat, gather, ranks
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.fleet import Fleet, Pace

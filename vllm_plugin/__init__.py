@@ -45,7 +45,7 @@ def register() -> None:
     Raises:
         ConfigError: a variable is misspelt or cannot be used. A command of vLLM's ends with this sentence instead.
     """
-    from deltasync.following import startup
+    from deltasync.serve import startup
 
     try:
         _register()
@@ -58,7 +58,7 @@ def register() -> None:
 
 
 def _register() -> None:
-    from deltasync.following import startup
+    from deltasync.serve import startup
 
     follows = startup.is_to_follow(alone=startup.is_command("vllm"))
     if not follows and startup.runs_extension(sys.argv, EXTENSION):
@@ -129,7 +129,7 @@ def _refuse_unfollowed() -> None:
 
 def _refuse(engine_class: Any, methods: tuple[str, ...], why: str) -> None:
     """Have methods of an engine raise ConfigError where its `deltasync_refusal` returns a reason, at first that of `why`."""
-    from deltasync.following.engine import around
+    from deltasync.serve.engine import around
     from vllm_plugin.engine import is_pushed
 
     def checked(method: Any, self: Any, *args: Any, **kwargs: Any) -> Any:

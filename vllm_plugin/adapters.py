@@ -22,9 +22,6 @@ import msgspec
 from safetensors.torch import load_file, save_file
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
-from deltasync.channel import adapter_base
-from deltasync.channel.adapter_base import AdapterBase
-from deltasync.channel.checkpoint import find, first_five, load
 from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -38,8 +35,11 @@ from deltasync.errors import (
     SleepingError,
 )
 from deltasync.following import Commit, Identify, MemoryTarget, StagedVersion
-from deltasync.following.engine import unique_name
 from deltasync.kernels import native
+from deltasync.opening import adapter_base
+from deltasync.opening.adapter_base import AdapterBase
+from deltasync.opening.checkpoint import find, first_five, load
+from deltasync.serve.engine import unique_name
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger

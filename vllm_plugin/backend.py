@@ -28,8 +28,8 @@ from vllm.v1.outputs import AsyncModelRunnerOutput
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following import Follow
-from deltasync.following.engine import Answer, Failure, answer, parse
-from deltasync.following.shards import Client
+from deltasync.serve.engine import Answer, Failure, answer, parse
+from deltasync.serve.shards import Client
 from vllm_plugin import compat
 from vllm_plugin.pauses import open_follow
 from vllm_plugin.worker import DeltaSyncWorkerExtension

@@ -1,6 +1,6 @@
 """vLLM's endpoint plugin `deltasync`: starts the follow loop with the server and adds its routes.
 
-The routes are those of `deltasync.following.routes`, and three more:
+The routes are those of `deltasync.serve.routes`, and three more:
 
 GET  /deltasync/                 a live page for people
 POST /request_weight_update      as /receive_weight_update, under the name in PipelineRL's paper
@@ -28,12 +28,12 @@ from fastapi.responses import HTMLResponse, Response
 
 from deltasync.errors import AckTimeoutError, DeltaSyncError, describe, printable, redacted
 from deltasync.following import Follow, Status
-from deltasync.following.engine import open_reader
-from deltasync.following.metrics import Metrics
-from deltasync.following.requests import is_loopback, until_ready
-from deltasync.following.routes import Routes, as_json
-from deltasync.following.shards import ShardsTarget
-from deltasync.following.wanted import Wanted
+from deltasync.serve.engine import open_reader
+from deltasync.serve.metrics import Metrics
+from deltasync.serve.requests import is_loopback, until_ready
+from deltasync.serve.routes import Routes, as_json
+from deltasync.serve.shards import ShardsTarget
+from deltasync.serve.wanted import Wanted
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import is_pushed, is_salted
 from vllm_plugin.pauses import SWITCHED, OnLoop, Pauses, open_follow

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from deltasync.errors import ConfigError
-from deltasync.following.engine import around
+from deltasync.serve.engine import around
 from vllm_plugin import logger
 
 

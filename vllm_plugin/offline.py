@@ -8,7 +8,7 @@ from typing import Any
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ApplyError, CommitError, ConfigError, DeltaSyncError
-from deltasync.following.shards import Client
+from deltasync.serve.shards import Client
 from vllm_plugin import compat
 from vllm_plugin.engine import check_salted
 from vllm_plugin.pauses import open_follow

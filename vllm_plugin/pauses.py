@@ -25,9 +25,9 @@ from prometheus_client import CollectorRegistry
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
 from deltasync.following import Follow
-from deltasync.following.engine import Answer, around, is_safe, number_of, open_reader, parse, succeeded
-from deltasync.following.metrics import Metrics, total
-from deltasync.following.shards import Client, ShardsTarget
+from deltasync.serve.engine import Answer, around, is_safe, number_of, open_reader, parse, succeeded
+from deltasync.serve.metrics import Metrics, total
+from deltasync.serve.shards import Client, ShardsTarget
 from deltasync.stores.cache import CachedStore
 from vllm_plugin import logger
 from vllm_plugin.engine import Exchanged, call_engines

@@ -23,7 +23,7 @@ import secrets
 from collections import OrderedDict
 from typing import Any
 
-from deltasync.following.engine import around, number_of
+from deltasync.serve.engine import around, number_of
 from vllm_plugin import logger
 
 SESSION = "deltasync-session:"

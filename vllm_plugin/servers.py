@@ -1,7 +1,7 @@
 """Several API servers of one engine: one of them leads, and follows the channel; the others ask it.
 
 The engine's process names the leader: the first server that asks, and another one when that has ended. Each server listens
-on a socket (`deltasync.following.calls`) in a folder that the engine's process made, which no other user may enter.
+on a socket (`deltasync.serve.calls`) in a folder that the engine's process made, which no other user may enter.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from deltasync.errors import StageError
-from deltasync.following import calls
+from deltasync.serve import calls
 from vllm_plugin.engine import call_engines
 from vllm_plugin.pauses import SWITCHED
 

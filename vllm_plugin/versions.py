@@ -24,9 +24,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltasync import limits
 from deltasync.errors import AckTimeoutError
-from deltasync.following.engine import number_of
-from deltasync.following.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
-from deltasync.following.wanted import Wanted, demanded, reply_error
+from deltasync.serve.engine import number_of
+from deltasync.serve.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
+from deltasync.serve.wanted import Wanted, demanded, reply_error
 from vllm_plugin import logger
 from vllm_plugin.salt import SESSION
 

@@ -17,10 +17,10 @@ import torch
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError, SleepingError
-from deltasync.following import engine
-from deltasync.following.shard import Engine, Shard
 from deltasync.kernels import segment_kernels
-from deltasync.live import DRAFT, Segment, WithDraft, derived, plan
+from deltasync.live import Segment
+from deltasync.serve import DRAFT, WithDraft, derived, engine, load_plan
+from deltasync.serve.shard import Engine, Shard
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
 from vllm_plugin import logger
@@ -54,7 +54,7 @@ class WorkerEngine(Engine):
         carried = any(name.startswith(DRAFT) for name in specs)
         if is_part:
             try:
-                recorded = plan.record(both, specs, self.loader)
+                recorded = load_plan.record(both, specs, self.loader)
                 carried = any(of & both.drafting for of in recorded.layers.values())
             except ModelMismatchError as error:
                 why = str(error)
@@ -72,7 +72,7 @@ class WorkerEngine(Engine):
             for name, tensor in layers.draft_checkpoint(self._runner):
                 yield DRAFT + name, tensor
 
-    def reloads(self, recorded: plan.LoadPlan, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
+    def reloads(self, recorded: load_plan.LoadPlan, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
         """As `Engine.reloads`."""
         reasons = recorded.reasons
         tensors = fallback.mirrored(recorded, specs, self.checkpoint()) if reasons else {}
@@ -118,7 +118,7 @@ def open_shard(runner: Any, channel: str, trusted_keys: str | None = None) -> Sh
 
 
 class DeltaSyncWorkerExtension:
-    """Mixed into vLLM's worker. RPCs return plain data, see `deltasync.following.engine.answer`."""
+    """Mixed into vLLM's worker. RPCs return plain data, see `deltasync.serve.engine.answer`."""
 
     model_runner: Any
 
@@ -154,7 +154,7 @@ class DeltaSyncWorkerExtension:
         return engine.answer(body)
 
     def deltasync_call(self, method: str, *args: Any) -> engine.Answer:
-        """Call a method of the opened shard, one of `deltasync.following.shard.CALLS`."""
+        """Call a method of the opened shard, one of `deltasync.serve.shard.CALLS`."""
 
         def body() -> Any:
             if not hasattr(self, "_deltasync_shard"):

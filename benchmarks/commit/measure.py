@@ -22,8 +22,8 @@ from typing import Any
 from benchmarks.commit import server
 from benchmarks.commit.versions import Versions, prepare
 from benchmarks.common import say
-from deltasync.cli.serve import require_vllm
 from deltasync.errors import ConfigError
+from deltasync.ops.cli.serve import require_vllm
 from demo.processes import Child
 
 _REPEATS = 5

@@ -20,7 +20,8 @@ from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import LiveWeights
 from deltasync.kernels import native
-from deltasync.live import LiveMemory, Segment, model_fingerprint, plan, proof
+from deltasync.live import LiveMemory, Segment, model_fingerprint
+from deltasync.serve import load_plan, proof
 from deltasync.stores import open_store
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import tensor_of
@@ -46,7 +47,7 @@ def measure(
     until the commit is confirmed; the extra memory at its peak, of staging and of vLLM's path.
     """
     reader = ChannelReader(open_store(channel))
-    segments = plan.record(model, reader.specs, layers.LOADER).segments
+    segments = load_plan.record(model, reader.specs, layers.LOADER).segments
     memory = LiveMemory(reader.specs, segments)
     proof.check_coverage(reader.specs, [memory.regions])
     memory.audit()

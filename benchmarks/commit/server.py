@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.commit.versions import Versions
-from deltasync.channel import heartbeat
 from deltasync.errors import DeltaSyncError
+from deltasync.serve import heartbeat
 from deltasync.stores import open_store
 from demo import gpu
 from demo.processes import Child, get_json

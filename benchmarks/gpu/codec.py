@@ -67,8 +67,8 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
     import torch
 
     from deltasync import codec
-    from deltasync.codec import device as codec_device
-    from deltasync.live import accelerator
+    from deltasync.gpu import accelerator
+    from deltasync.gpu import codec as codec_device
     from deltasync.tensors import Layout, TensorSpec
 
     on = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -186,7 +186,7 @@ def _delta(layout: Any, changed_fraction: float, on: Any) -> Any:
     """Return a delta, with the old bits."""
     import torch
 
-    from deltasync.tensors.device import BLOCK, DeviceBits, DeviceDelta, DeviceSparse
+    from deltasync.gpu.delta import BLOCK, DeviceBits, DeviceDelta, DeviceSparse
 
     vector = layout.vectors[2]
     count = vector.element_count

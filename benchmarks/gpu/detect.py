@@ -6,8 +6,8 @@ from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.model import Model, positions
 from deltasync.publish.detect import Difference
 from deltasync.publish.shadow import Shadow
-from deltasync.publish.source import Source
-from deltasync.ranks.ranks import Ranks
+from deltasync.trainer.ranks import Ranks
+from deltasync.trainer.source import Source
 
 
 def measure(machine: Machine, model: Model, changed_fraction: float, copy_rate: float) -> None:

@@ -86,8 +86,8 @@ class _Case:
 
         from benchmarks.gpu.machine import random_bits
         from deltasync.publish.shadow import Shadow
-        from deltasync.publish.source import Source
-        from deltasync.ranks.ranks import Ranks
+        from deltasync.trainer.ranks import Ranks
+        from deltasync.trainer.source import Source
 
         self.what, self.device = what, device
         self.sizes = [int(np.prod(shape)) for shape in shapes.values()]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from deltasync import kernels
-from deltasync.live.devices import Device, device_of
+from deltasync.gpu.devices import Device, device_of
 
 _ROUNDS, _PATIENCE_S = 5, 3.0
 _WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")

@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.machine import Machine, Row, random_bits, random_positions
+from deltasync.gpu.delta import BLOCK, DeviceDelta, DeviceSparse
 from deltasync.live import LiveMemory, Segment, Staged
 from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, Vector
-from deltasync.tensors.device import BLOCK, DeviceDelta, DeviceSparse
 
 Shapes = dict[str, tuple[int, ...]]
 """Checkpoint tensors in their order in memory; those of a fused parameter follow each other."""

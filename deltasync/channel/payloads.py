@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from deltasync import codec, limits
-from deltasync.channel import checkpoint, ranges
 from deltasync.channel.anchors import read_weights
 from deltasync.channel.documents import File, Record, Reference
 from deltasync.channel.reading import ChannelReader
@@ -18,13 +17,14 @@ from deltasync.channel.record import StoredRecord
 from deltasync.codec.base import Payload, read_metadata
 from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
 from deltasync.kernels import native
+from deltasync.opening import checkpoint, ranges
 from deltasync.tensors import Changed, Delta, Layout, TensorSpec, fingerprint, weight_bytes
 from deltasync.tensors.delta import joined
 from deltasync.threads import ahead
 
 if TYPE_CHECKING:
-    from deltasync.codec.device import Decoded, DeviceCodec, Places
-    from deltasync.tensors.device import DeviceDelta
+    from deltasync.gpu.codec import Decoded, DeviceCodec, Places
+    from deltasync.gpu.delta import DeviceDelta
 
 
 _REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and in addition

@@ -17,7 +17,20 @@ if TYPE_CHECKING:
 
     Codec: TypeAlias = VectorCodec | RawCodec
 
-__all__ = ["OldBits", "Wanted", "base", "device", "get", "open_payload", "planes"]
+__all__ = [
+    "OldBits",
+    "Wanted",
+    "base",
+    "classes",
+    "get",
+    "open_payload",
+    "parts",
+    "planes",
+    "reader",
+    "tables",
+    "tiles",
+    "vector",
+]
 
 
 @functools.cache

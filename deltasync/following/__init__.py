@@ -1,9 +1,7 @@
-"""Following a channel: the cursor, the one loop (`Follow`) and its targets in host memory and in a torch module."""
+"""Following a channel: the cursor, the one loop (`Follow`), and its target in host memory."""
 
 from deltasync.following.cursor import Cursor
-from deltasync.following.gate import Gate, GatedTarget, Mapped, Names, Part, gated_calls, reclassed
 from deltasync.following.loop import Follow
-from deltasync.following.module import ModuleReplica, follow
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
 from deltasync.following.status import Commit, Status
@@ -14,32 +12,18 @@ __all__ = [
     "Commit",
     "Cursor",
     "Follow",
-    "Gate",
-    "GatedTarget",
     "Identify",
     "LiveWeights",
-    "Mapped",
     "MemoryTarget",
-    "ModuleReplica",
-    "Names",
     "Observer",
-    "Part",
     "Poll",
     "Replica",
     "StagedVersion",
     "Status",
     "Target",
-    "calls",
-    "engine",
-    "follow",
-    "gated_calls",
-    "metrics",
-    "reclassed",
-    "replies",
-    "requests",
-    "routes",
-    "shard",
-    "shards",
-    "startup",
-    "wanted",
+    "loop",
+    "replica",
+    "status",
+    "target",
+    "weights",
 ]

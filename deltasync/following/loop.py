@@ -18,7 +18,6 @@ from typing import Any
 import msgspec
 
 from deltasync import limits
-from deltasync.channel import heartbeat
 from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
@@ -46,6 +45,7 @@ from deltasync.following.life import Life
 from deltasync.following.poll import Poll
 from deltasync.following.status import SHOWN, Commit, HeartbeatWriter, Status
 from deltasync.following.target import Observer, Target
+from deltasync.serve import heartbeat
 from deltasync.stores.base import ObjectInfo
 from deltasync.threads import NO_THREADS, Home, daemon
 

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 
-from deltasync.channel import checkpoint
 from deltasync.channel.documents import VersionId
 from deltasync.channel.failover import open_failover
 from deltasync.channel.reading import ChannelReader
@@ -24,6 +23,7 @@ from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.following.weights import LiveWeights, StagedVersion
 from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.opening import checkpoint
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors.bits import bits_of
 

@@ -13,11 +13,12 @@ from concurrent.futures import Future, wait
 import msgspec
 
 from deltasync import limits
-from deltasync.channel import heartbeat, keys
+from deltasync.channel import keys
 from deltasync.channel.documents import sha256_hex
-from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import CorruptDataError, DeltaSyncError, ObjectMissingError, describe, get_logger
 from deltasync.following.life import Life
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores.base import Store
 from deltasync.threads import Workers, daemon
 

@@ -30,7 +30,7 @@ from deltasync.tensors.delta import merge
 from deltasync.threads import ahead
 
 if TYPE_CHECKING:
-    from deltasync.codec.device import DeviceCodec
+    from deltasync.gpu.codec import DeviceCodec
 
 _Item = TypeVar("_Item")
 
@@ -180,7 +180,7 @@ class LiveWeights:
         assert self.memory.decoding is not None
         device, places = self.memory.decoding
         if self._decodes is None:
-            from deltasync.codec.device import DeviceCodec
+            from deltasync.gpu.codec import DeviceCodec
 
             self._decodes = DeviceCodec(self.reader.layout, device.device, device.send)
         with contextlib.closing(self._fetched([stored])) as fetched, self._blaming(stored), device.staging():

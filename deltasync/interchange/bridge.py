@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync.channel import anchors, checkpoint
+from deltasync.channel import anchors
 from deltasync.channel.anchors import INDEX
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.base import body
@@ -31,7 +31,8 @@ from deltasync.errors import (
 from deltasync.following import Replica
 from deltasync.interchange import version_dirs
 from deltasync.interchange.version_dirs import VersionDir, Weights, bytes_of
-from deltasync.maintenance import model_files
+from deltasync.opening import checkpoint
+from deltasync.ops import model_files
 from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
 

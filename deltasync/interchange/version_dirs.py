@@ -25,9 +25,9 @@ import torch
 
 from deltasync.channel import anchors
 from deltasync.channel.anchors import INDEX
-from deltasync.channel.ranges import RangedFile
 from deltasync.codec.base import entries, read_metadata
 from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError, NotPublishedError
+from deltasync.opening.ranges import RangedFile
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of

@@ -1,8 +1,8 @@
 """The loops over elements: diff, fingerprint, scatter and its two halves, prepare and swap. Each module has some of them.
 
 `reference` is plain numpy and defines the results; property tests compare all other modules with it. `native` is the C
-extension. Those of live memory are `host_segments`, which calls it, `gpu_segments` in Triton, and `torch_ops` for other
-devices.
+extension. Those of live memory are `host_segments`, which calls it, `deltasync.gpu.segments` in Triton, and `torch_ops` for
+other devices.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ ACCELERATORS = {"cuda"}
 
 
 def segment_kernels(device: torch.device) -> SegmentKernels:
-    """Return the kernels for live memory on a device: `gpu_segments` on CUDA if triton is installed, else `torch_ops`."""
-    name = "gpu_segments" if compares(device) else "torch_ops"
-    return cast("SegmentKernels", importlib.import_module(f"deltasync.kernels.{name}"))
+    """Return the kernels for live memory on a device: `gpu.segments` on CUDA if triton is installed, else `torch_ops`."""
+    name = "gpu.segments" if compares(device) else "kernels.torch_ops"
+    return cast("SegmentKernels", importlib.import_module(f"deltasync.{name}"))
 
 
 def compares(device: torch.device) -> bool:
@@ -32,16 +32,4 @@ def compares(device: torch.device) -> bool:
     return device.type in ACCELERATORS and importlib.util.find_spec("triton") is not None
 
 
-__all__ = [
-    "ACCELERATORS",
-    "compares",
-    "gpu_classes",
-    "gpu_coder",
-    "gpu_diff",
-    "groups",
-    "host_segments",
-    "native",
-    "rans",
-    "segment_kernels",
-    "table",
-]
+__all__ = ["ACCELERATORS", "compares", "host_segments", "native", "rans", "reference", "segment_kernels", "table"]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from deltasync.errors import undoing
-from deltasync.live.devices import Chunk
+from deltasync.gpu.devices import Chunk
 
 Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """A view of live memory, its new bits on the host, and there its old ones if they are not made by exchanging; flat, in

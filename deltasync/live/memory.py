@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from deltasync.errors import FingerprintMismatchError, StageError, undoing
+from deltasync.gpu.delta import DeviceSparse
+from deltasync.gpu.devices import Device, device_of
 from deltasync.kernels import native
 from deltasync.kernels.table import Writes
 from deltasync.live import staging
-from deltasync.live.devices import Device, device_of
 from deltasync.live.exchange import Copy
 from deltasync.live.segments import Prints, Segment, Union, unsigned
 from deltasync.live.staging import Held, Places, Staged, Staging
@@ -41,11 +42,10 @@ from deltasync.tensors import (
     weight_bytes,
 )
 from deltasync.tensors.bits import int_view, signed_view
-from deltasync.tensors.device import DeviceSparse
 
 if TYPE_CHECKING:
-    from deltasync.codec import device as codec_device
-    from deltasync.codec.device import Decoded
+    from deltasync.gpu import codec as codec_device
+    from deltasync.gpu.codec import Decoded
 
 
 class LiveMemory:
@@ -232,7 +232,7 @@ class LiveMemory:
         (device,), held = self._devices, itertools.chain(*self._places.values(), *self._tied.values())
         if not device.decodes or not all(each.are_whole for each in held):
             return None
-        from deltasync.codec import device as codec_device
+        from deltasync.gpu import codec as codec_device
 
         found = {}
         for width, vector in self._layout.vectors.items():

@@ -1,7 +1,7 @@
 """Segments: where parts of checkpoint tensors lie in live memory.
 
 A replica on the host has one segment per tensor; in vLLM, each copy that its loader makes into a fused, stacked or sliced
-parameter is one (`deltasync.live.plan`).
+parameter is one (`deltasync.serve.load_plan`).
 """
 
 from __future__ import annotations

@@ -17,17 +17,17 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 import torch
 
+from deltasync.gpu.delta import DeviceSparse, search
+from deltasync.gpu.devices import Chunk, Device, copiers
 from deltasync.kernels import native
 from deltasync.kernels.table import MOST_ELEMENTS, Line, Rows, Table, Values, Writes
-from deltasync.live.devices import Chunk, Device, copiers
 from deltasync.live.exchange import Copy, Piece
 from deltasync.live.segments import Segment, unsigned
 from deltasync.tensors import Sparse, count_below, region_end
 from deltasync.tensors.bits import signed_view
-from deltasync.tensors.device import DeviceSparse, search
 
 if TYPE_CHECKING:
-    from deltasync.codec.device import Decoded
+    from deltasync.gpu.codec import Decoded
 
 Steps = tuple[torch.Tensor, torch.Tensor]
 """Positions in the vector, of which 32 bits count, and steps of what differs."""

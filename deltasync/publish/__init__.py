@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _HOME = {"Publisher": "publisher", "Receipt": "pending"}
 
-__all__ = ["Publisher", "Receipt", "owner", "source", "stream"]
+__all__ = ["Publisher", "Receipt", "detect", "encode", "log", "pending", "shadow"]
 
 
 def __getattr__(name: str) -> Any:

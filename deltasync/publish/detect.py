@@ -10,11 +10,11 @@ import numpy as np
 import torch
 
 from deltasync.errors import CorruptDataError
+from deltasync.gpu.delta import DeviceDelta
 from deltasync.kernels import native
-from deltasync.publish.stream import pieces
 from deltasync.tensors import Delta, Fingerprints, Layout, bounds, fingerprint
 from deltasync.tensors.bits import cast, has_nan, nan_bounds, served_dtype
-from deltasync.tensors.device import DeviceDelta
+from deltasync.trainer.stream import pieces
 
 PIECE_BYTES = 32 << 20
 """Most bytes that cross to the host at once, through pinned memory. A power of two, up to which PyTorch would round it."""

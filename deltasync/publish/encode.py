@@ -15,12 +15,12 @@ from deltasync.channel.documents import Delta, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded, NewBits, RangeBits
 from deltasync.errors import CorruptDataError, get_logger
-from deltasync.live import accelerator
+from deltasync.gpu.delta import DeviceDelta
+from deltasync.gpu.devices import accelerator
 from deltasync.publish.pending import Pending
 from deltasync.tensors import Delta as Changes
 from deltasync.tensors import Layout
 from deltasync.tensors.delta import Piece
-from deltasync.tensors.device import DeviceDelta
 
 logger = get_logger(__name__)
 
@@ -70,7 +70,7 @@ class GroupEncoder:
             yield encode(self.codec_name, group, new, job.fingerprints, job.version, job.version - 1, job)
 
     def _on_device(self, job: Pending, delta: DeviceDelta) -> Iterator[tuple[Encoded, bytes]]:
-        from deltasync.codec.device import split
+        from deltasync.gpu.codec import split
 
         if self._device is None or self._device.layout is not delta.layout:
             self._device = DeviceCoder(delta)
@@ -181,7 +181,7 @@ class DeviceCoder:
     """
 
     def __init__(self, delta: DeviceDelta) -> None:
-        from deltasync.codec.device import DeviceCodec
+        from deltasync.gpu.codec import DeviceCodec
 
         self.layout = delta.layout
         self._device = next(iter(delta.bits.values())).bits_N.device
@@ -210,7 +210,7 @@ class DeviceCoder:
         Raises:
             CorruptDataError: they differ.
         """
-        from deltasync.codec.device import Places
+        from deltasync.gpu.codec import Places
 
         with self.after(delta):
             places = {width: Places.of(self.layout.vectors[width], bits) for width, bits in delta.bits.items()}

@@ -16,10 +16,10 @@ import numpy as np
 from deltasync.channel import documents
 from deltasync.channel.documents import Anchor, Channel, Record, Reference, TokenLag
 from deltasync.errors import PublishTimeoutError
+from deltasync.gpu.delta import DeviceDelta
 from deltasync.publish.shadow import Shadow, Weights
 from deltasync.tensors import Delta, Fingerprints, Layout, fingerprint
 from deltasync.tensors.delta import joined
-from deltasync.tensors.device import DeviceDelta
 
 
 def host_delta(layout: Layout, pieces: Sequence[Delta | DeviceDelta]) -> Delta:

@@ -26,21 +26,21 @@ from deltasync.channel.signing import Trusted
 from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
 from deltasync.ending import uninterrupted
 from deltasync.errors import ConfigError, get_logger
-from deltasync.publish.compact import Compactor
+from deltasync.opening.owner import OVERWRITE
+from deltasync.opening.resumed import StepCheck
+from deltasync.opening.start import ChannelState, Start, check_arguments, open_first, prove_writes, warn_of_growth
+from deltasync.ops.compactor import Compactor
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
-from deltasync.publish.owner import OVERWRITE
 from deltasync.publish.pending import Pending, Receipt, host_delta
-from deltasync.publish.resumed import StepCheck
 from deltasync.publish.shadow import Shadow, collect_weights
-from deltasync.publish.start import ChannelState, Start, check_arguments, open_first, prove_writes, warn_of_growth
-from deltasync.publish.stream import Stream
 from deltasync.publish.upload import PartQueue, UploadQueue
-from deltasync.ranks.ranks import Ranks, attempt
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints
 from deltasync.tensors.delta import merge
 from deltasync.threads import Home, OneCaller, let_go
+from deltasync.trainer.ranks import Ranks, attempt
+from deltasync.trainer.stream import Stream
 
 logger = get_logger(__name__)
 

@@ -22,15 +22,15 @@ import torch
 from deltasync import kernels, limits
 from deltasync.channel import anchors
 from deltasync.errors import CorruptDataError, get_logger
+from deltasync.gpu.delta import DeviceDelta
+from deltasync.gpu.shadow import DeviceShadow, needed_bytes, room_bytes
 from deltasync.kernels import native
 from deltasync.publish.detect import Difference, HostShadow, Looks, copied, looks_of
-from deltasync.publish.device_shadow import DeviceShadow, needed_bytes, room_bytes
-from deltasync.publish.stream import TensorRange
-from deltasync.ranks.ranks import Range, Ranks
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, signed_view
 from deltasync.tensors.delta import merge
-from deltasync.tensors.device import DeviceDelta
+from deltasync.trainer.ranks import Range, Ranks
+from deltasync.trainer.stream import TensorRange
 
 logger = get_logger(__name__)
 

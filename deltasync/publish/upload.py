@@ -26,14 +26,14 @@ from deltasync.errors import (
     error_of,
     get_logger,
 )
-from deltasync.publish.compact import Compactor, Steps
+from deltasync.ops.compactor import Compactor, Steps
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.log import Log, put_file
 from deltasync.publish.pending import Pending
 from deltasync.publish.shadow import Weights
-from deltasync.ranks.ranks import Ranks, attempt
 from deltasync.stores import Store
 from deltasync.threads import Workers, daemon, let_go
+from deltasync.trainer.ranks import Ranks, attempt
 
 logger = get_logger(__name__)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
+from deltasync.clouds.environment import check_hub
 from deltasync.errors import ConfigError
 from deltasync.stores.base import ObjectInfo, Store
-from deltasync.stores.environment import check_hub
 
-__all__ = ["ObjectInfo", "Store", "base", "cache", "hub", "local", "object", "open_store", "retries"]
+__all__ = ["ObjectInfo", "Store", "base", "cache", "local", "object", "open_store", "replies", "retries"]
 
 _FORMS = "a path, file:///path, s3://bucket/prefix, hf://buckets/namespace/name/prefix, gs://, az:// or memory://name"
 _PATHS = ("/", "./", "../", "~")
@@ -50,12 +50,12 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
         )
     parts = urlsplit(url)
     if parts.scheme in ("s3", "gs", "az"):
-        from deltasync.stores.cloud import CloudStore
+        from deltasync.clouds.cloud import CloudStore
 
         return CloudStore(url)
     if parts.scheme == "hf":
         check_hub()  # before huggingface_hub reads its variables, which it does at import
-        from deltasync.stores.hub import HubStore
+        from deltasync.clouds.hub import HubStore
 
         return HubStore(url)
     if parts.query or parts.fragment:

@@ -16,10 +16,10 @@ from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
 from deltasync import limits
+from deltasync.clouds.environment import client_threads
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size, is_key
 from deltasync.stores.client_errors import CLIENT_ERRORS, has_expired, has_timed_out, may_be_renewed, translate
-from deltasync.stores.environment import client_threads
 from deltasync.stores.replies import Operation, is_panic
 from deltasync.threads import NO_FILES, NO_THREADS, daemon
 

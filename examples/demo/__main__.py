@@ -15,10 +15,10 @@ from pathlib import Path
 
 import click
 
-from deltasync.cli.output import echo, echo_json, field
-from deltasync.cli.program import Program
 from deltasync.config import CODECS
 from deltasync.errors import ConfigError
+from deltasync.ops.cli.output import echo, echo_json, field
+from deltasync.ops.cli.program import Program
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 

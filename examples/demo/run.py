@@ -21,8 +21,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
-from deltasync.cli.serve import check_port
 from deltasync.errors import ConfigError, DeltaSyncError
+from deltasync.ops.cli.serve import check_port
 from demo import gpu, report
 from demo.processes import Child, get_json
 from demo.task import Task

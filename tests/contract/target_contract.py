@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from deltasync import Publisher, open_store
-from deltasync.channel import heartbeat, keys
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings, parse_pin
 from deltasync.errors import CommitError, DeltaSyncError, MissingVersionError, PinnedError, RunMismatchError
 from deltasync.following import Follow, Target
+from deltasync.serve import heartbeat
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped
 from tests.waiting import wait_until

@@ -22,7 +22,7 @@ from deltasync import Publisher, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow, MemoryTarget
-from deltasync.following.routes import Routes
+from deltasync.serve.routes import Routes
 from tests.demands import HEADER, READ, SERVED
 from tests.waiting import wait_until
 

@@ -18,13 +18,14 @@ import huggingface_hub
 import pytest
 from packaging.requirements import Requirement
 
-from deltasync.channel import checkpoint
+from deltasync.clouds import hub_api, xet
+from deltasync.clouds.hub import HubStore
+from deltasync.clouds.xet import CONFIG
 from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores import ObjectInfo, Store, hub_api, xet
+from deltasync.opening import checkpoint
+from deltasync.stores import ObjectInfo, Store
 from deltasync.stores.base import REQUEST_S
-from deltasync.stores.hub import HubStore
 from deltasync.stores.retries import retried
-from deltasync.stores.xet import CONFIG
 from tests.contract.store_contract import RefusingContract, SharedContract, StoreContract
 from tests.http_faults import FaultProxy
 from tests.hub.fixtures import HubServer
@@ -66,7 +67,7 @@ class TestHubStore(StoreContract, SharedContract, RefusingContract):
 @pytest.fixture
 def store(hub: HubServer, hub_channel: HubStore, monkeypatch: pytest.MonkeyPatch) -> HubStore:
     """A store with a small and a large object, its tokens fetched, the counts at zero, and no patience between attempts."""
-    monkeypatch.setattr("deltasync.stores.hub._RETRY_DELAY_S", 0.02)
+    monkeypatch.setattr("deltasync.clouds.hub._RETRY_DELAY_S", 0.02)
     for config in CONFIG.values():
         monkeypatch.setitem(config, "client.retry_base_delay", "20ms")
     hub_channel.put("small", SMALL)
@@ -686,7 +687,7 @@ def test_a_connection_that_the_hub_has_closed_is_no_error(
 
 _FORK = """
 import os, sys, time
-from deltasync.stores.hub import HubStore
+from deltasync.clouds.hub import HubStore
 store = HubStore(sys.argv[1])
 data = os.urandom(1_000_000)
 store.put("parent", data)
@@ -720,7 +721,7 @@ def test_importing_the_store_asks_nobody(tmp_path: Path) -> None:
     """Neither does opening one; and a channel's other stores do not need its clients."""
     code = (
         "import sys, deltasync.stores; assert 'hf_xet' not in sys.modules and 'huggingface_hub' not in sys.modules;"
-        "from deltasync.stores.hub import HubStore; HubStore('hf://buckets/user/b/run'); assert 'torch' not in sys.modules"
+        "from deltasync.clouds.hub import HubStore; HubStore('hf://buckets/user/b/run'); assert 'torch' not in sys.modules"
     )
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, check=True, timeout=60)

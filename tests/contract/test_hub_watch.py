@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
+from deltasync.clouds.hub import HubStore
 from deltasync.stores import ObjectInfo
-from deltasync.stores.hub import HubStore
 from tests.hub.fixtures import HubServer
 from tests.hub.hub import EXPIRED
 from tests.waiting import wait_until

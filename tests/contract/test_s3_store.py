@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, open_store
+from deltasync.clouds import cloud
 from deltasync.errors import (
     ConfigError,
     CorruptDataError,
@@ -27,7 +28,7 @@ from deltasync.errors import (
     StoreError,
     TransientStoreError,
 )
-from deltasync.stores import Store, cloud, object
+from deltasync.stores import Store, object
 from deltasync.stores.retries import decides
 from tests.contract.store_contract import DecidingSharedContract, RefusingContract, StoreContract
 from tests.http_faults import (

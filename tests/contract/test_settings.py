@@ -16,9 +16,9 @@ import torch
 from click.testing import CliRunner
 
 from deltasync import Publisher, Replica, follow
-from deltasync.cli import main
+from deltasync.clouds.environment import check_cloud
 from deltasync.errors import ConfigError, DeltaSyncError, TransientStoreError
-from deltasync.stores.environment import check_cloud
+from deltasync.ops.cli import main
 from tests.hub.fixtures import HubServer
 from tests.servers.s3 import KEYS, MotoServer
 

@@ -16,7 +16,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, maintenance, open_store
+from deltasync import Publisher, Replica, open_store, ops
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import (
     ConfigError,
@@ -26,7 +26,7 @@ from deltasync.errors import (
     StoreError,
     TransientStoreError,
 )
-from deltasync.maintenance.doctor import examine
+from deltasync.ops.doctor import examine
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
 from deltasync.stores.local import LocalStore
@@ -221,13 +221,13 @@ class TestFileStore(StoreContract, DecidingSharedContract):
             path.write_bytes(b"half")
             os.utime(path, (path.stat().st_atime, path.stat().st_mtime - age_s))
         reader = ChannelReader(open_store(url))
-        assert maintenance.check(reader).garbage_objects == 2
+        assert ops.check(reader).garbage_objects == 2
         unfinished = [finding for finding in examine(reader, parameters=1e9) if finding.check == "unfinished"]
         assert [(finding.state, finding.found[:17]) for finding in unfinished] == [("warning", "2 temporary files")]
-        found = maintenance.gc(reader, grace_s=grace_s)
+        found = ops.gc(reader, grace_s=grace_s)
         assert [info.key for info in found.objects] == (names[:1] if grace_s else sorted(names, reverse=True))
         assert [path.name for path in (tmp_path / "run").rglob("*.tmp")] == (names[1:] if grace_s else [])
-        assert maintenance.check(reader).garbage_objects == (1 if grace_s else 0)
+        assert ops.check(reader).garbage_objects == (1 if grace_s else 0)
 
     def test_the_files_of_a_dead_writer_are_found_and_deleted(self, tmp_path: Path) -> None:
         store = LocalStore(str(tmp_path))

@@ -20,15 +20,16 @@ from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import StageError, StoreError
-from deltasync.following import Gate, MemoryTarget, Target
-from deltasync.following.engine import answer
-from deltasync.following.gate import plain_name
-from deltasync.following.metrics import Metrics
-from deltasync.following.module import ModuleTarget
-from deltasync.following.shard import Engine, Shard
-from deltasync.following.shards import Client, ShardsTarget
-from deltasync.live import LiveMemory, plan
-from deltasync.maintenance import Relay
+from deltasync.following import MemoryTarget, Target
+from deltasync.live import LiveMemory
+from deltasync.ops import Relay
+from deltasync.serve import Gate, load_plan
+from deltasync.serve.engine import answer
+from deltasync.serve.gate import plain_name
+from deltasync.serve.metrics import Metrics
+from deltasync.serve.module import ModuleTarget
+from deltasync.serve.shard import Engine, Shard
+from deltasync.serve.shards import Client, ShardsTarget
 from tests.contract.array_target import ArrayTarget
 from tests.contract.target_contract import NAME, SHAPE, Bench, TargetContract
 from tests.faults import FaultyStore
@@ -102,7 +103,7 @@ class Rows(torch.nn.Module):
 class Half(Engine):
     """A rank's part of the engine."""
 
-    loader = plan.Loader("the test's engine")
+    loader = load_plan.Loader("the test's engine")
 
     def __init__(self, number: int) -> None:
         self.model = self.rows = Rows(number)
@@ -223,7 +224,7 @@ class TestVllm(TargetContract):
 
             def target(self, settings: ReplicaSettings) -> Target:
                 self.engine = driving.Engine()  # a server restarts with its workers
-                monkeypatch.setattr("deltasync.following.engine.open_failover", lambda _: self.store)
+                monkeypatch.setattr("deltasync.serve.engine.open_failover", lambda _: self.store)
                 pauses = Pauses(self.engine, OnLoop(self.loop), LiveVersions())
                 return ShardsTarget(pauses, self.reader, settings, Metrics(CollectorRegistry()))
 

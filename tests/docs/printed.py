@@ -22,7 +22,7 @@ from typing import Any
 import click
 import yaml
 
-from deltasync.cli import main as deltasync
+from deltasync.ops.cli import main as deltasync
 from tests.docs.pages import PAGES, ROOT, blocks, spans
 
 PACKAGES = ("deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_callback")

@@ -38,7 +38,7 @@ def texts() -> Iterator[tuple[str, str]]:
     for page in PAGES:
         for text in [*spans(page), *(block.text for block in blocks(page))]:
             yield page.name, text
-    for path in [*(ROOT / "examples").rglob("*.py"), *(ROOT / "deltasync/cli").glob("*.py")]:
+    for path in [*(ROOT / "examples").rglob("*.py"), *(ROOT / "deltasync/ops/cli").glob("*.py")]:
         yield path.name, path.read_text(encoding="utf-8").replace('"\n        " ', " ")
 
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from deltasync import Publisher, maintenance, open_store
-from deltasync.channel import heartbeat
-from deltasync.channel.heartbeat import Heartbeat
+from deltasync import Publisher, open_store, ops
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
-from deltasync.dashboard.observe import CompactionRow, ReplicaRow, VersionRow
+from deltasync.ops.cli import main
+from deltasync.ops.dashboard.observe import CompactionRow, ReplicaRow, VersionRow
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 
 PAGE = Path(__file__).parents[2] / "docs/reference/cli.md"
 CALLS = {
@@ -51,7 +51,7 @@ def channel(tmp_path: Path) -> str:
             weights["w"][version] = 1.0
             publisher.publish(weights, step=version).wait(60)
     heartbeat.write(open_store(url), Heartbeat(replica_id="r", run_id=publisher.run_id, version=3, state="serving"))
-    maintenance.write_compaction(ChannelReader(open_store(url)), 2, 4)
+    ops.write_compaction(ChannelReader(open_store(url)), 2, 4)
     (slot,) = [slot for slot, _ in ChannelReader(open_store(url)).slots() if slot.version == 4]
     path = tmp_path / "run" / slot.key
     path.write_bytes(path.read_bytes()[:-9] + b"x" * 9)
@@ -92,7 +92,7 @@ def test_a_command_prints_what_the_page_says(
 ) -> None:
     served: Callable[..., dict[str, Any]] = lambda *_: {"version": 1, "waited_s": time.monotonic()}  # noqa: E731
     monkeypatch.setattr(heartbeat, "post", served)  # as tests/unit/test_driver.py sees a server answer
-    maintenance.export(ChannelReader(open_store(channel)), 3, tmp_path / "checkpoint")
+    ops.export(ChannelReader(open_store(channel)), 3, tmp_path / "checkpoint")
     arguments = [word.replace("CHANNEL", channel).replace("FOLDER", str(tmp_path)) for word in CALLS[command]]
     name = command.split()[0]
     done = CliRunner().invoke(main, [name, *arguments, "--json"])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 import pytest
 
-from deltasync.cli import main
+from deltasync.ops.cli import main
 from tests.docs.printed import CHECKS, Printed, found
 
 FOUND = found()

@@ -31,7 +31,7 @@ _MOST_BYTES = 1 << 20
 _ROOMS = "tensors", "codec", "stores", "channel", "live", "following", "maintenance", "dashboard"
 with atheris.instrument_imports(include=["deltasync", "vllm_plugin"]):
     import deltasync
-    import deltasync.following.requests
+    import deltasync.serve.requests
     from tests.fuzz import mutate
     from tests.fuzz.targets import TARGETS
 

@@ -15,9 +15,9 @@ from safetensors.torch import save
 
 from deltasync.channel import anchors, documents, keys
 from deltasync.channel.documents import EpochDocument, Reference, VersionId
-from deltasync.channel.heartbeat import Heartbeat, write
 from deltasync.codec import tiles, vector
 from deltasync.kernels import reference
+from deltasync.serve.heartbeat import Heartbeat, write
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, tensor_of
 from tests import deltas

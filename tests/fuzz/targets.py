@@ -24,21 +24,23 @@ import pytest
 from obstore.store import MemoryStore
 from rich.console import Console
 
-from deltasync import codec, maintenance
+from deltasync import codec, ops
 from deltasync.channel import anchors as weight_files
-from deltasync.channel import checkpoint, documents, heartbeat, keys, record, signing
+from deltasync.channel import documents, keys, record, signing
 from deltasync.channel.documents import Anchor, Channel, EpochDocument, File, Head, Record, Reference, VersionId, sha256_hex
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Trusted
-from deltasync.cli import watch
-from deltasync.dashboard import Observer, Snapshot, page
+from deltasync.clouds.events import _events
 from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError, printable
 from deltasync.following import Replica
+from deltasync.opening import checkpoint
+from deltasync.ops.cli import watch
+from deltasync.ops.dashboard import Observer, Snapshot, page
+from deltasync.serve import heartbeat
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
-from deltasync.stores.events import _events
 from deltasync.stores.object import ObstoreStore
 from deltasync.tensors import Delta, Layout, Region, TensorSpec
 from deltasync.tensors.delta import joined, merge
@@ -159,11 +161,11 @@ def small(data: bytes) -> None:
         with contextlib.suppress(msgspec.DecodeError):  # `EventWatch` connects anew
             list(_events(cast("Any", _Lines(text))))
     elif which == 4:
-        from deltasync.following.requests import token_matches
+        from deltasync.serve.requests import token_matches
 
         assert not token_matches(text, "a token that no text holds")
     else:
-        from deltasync.following.requests import Sync, WeightUpdate, body_of
+        from deltasync.serve.requests import Sync, WeightUpdate, body_of
 
         for kind in (WeightUpdate, Sync):
             with contextlib.suppress(DeltaSyncError):
@@ -243,14 +245,14 @@ def channels(data: bytes) -> None:
     which = zlib.crc32(data) % 3
     with contextlib.suppress(DeltaSyncError):
         if which == 0:
-            maintenance.check(ChannelReader(store), read_data=True)
+            ops.check(ChannelReader(store), read_data=True)
         elif which == 1:
-            maintenance.copy(ChannelReader(store), _holding({}))
+            ops.copy(ChannelReader(store), _holding({}))
         else:
             with tempfile.TemporaryDirectory() as directory:
                 target = Path(directory, "there")
                 try:
-                    maintenance.export(ChannelReader(store), None, target)
+                    ops.export(ChannelReader(store), None, target)
                 finally:
                     assert set(Path(directory).iterdir()) <= {target}
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from deltasync import Publisher, open_store
 from deltasync.errors import PublishError, PublishLostError
-from deltasync.publish.stream import TensorRange
+from deltasync.trainer.stream import TensorRange
 from tests.faults import FaultyStore
 
 if __name__ == "__main__":

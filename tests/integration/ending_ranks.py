@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from deltasync import Publisher
-from deltasync.publish.stream import TensorRange
+from deltasync.trainer.stream import TensorRange
 
 if __name__ == "__main__":
     folder, how, rank, size = sys.argv[1], sys.argv[2], int(sys.argv[3]), int(sys.argv[4])

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from deltasync import Publisher, Replica
 from deltasync.errors import DeltaSyncError
-from deltasync.publish.stream import TensorRange, by_rows
+from deltasync.trainer.stream import TensorRange, by_rows
 from tests.integration.test_kinds import LOOPS
 from tests.wrapped import Forwarding, OnlyDequantized, Scaled
 

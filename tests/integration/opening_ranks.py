@@ -20,8 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
 from deltasync.errors import ConfigError, DeltaSyncError, PublishError, PublishLostError, StoreError
-from deltasync.publish.stream import TensorRange
-from deltasync.ranks import ranks
+from deltasync.trainer import ranks
+from deltasync.trainer.stream import TensorRange
 from tests.faults import FaultyStore
 
 FOLDER = Path(sys.argv[1])

@@ -32,10 +32,10 @@ from sglang.srt.server_args import ServerArgs
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.following import Follow
-from deltasync.following.engine import answer, open_reader
-from deltasync.following.metrics import Metrics
-from deltasync.following.shard import Shard
-from deltasync.following.shards import Client, ShardsTarget
+from deltasync.serve.engine import answer, open_reader
+from deltasync.serve.metrics import Metrics
+from deltasync.serve.shard import Shard
+from deltasync.serve.shards import Client, ShardsTarget
 from sglang_plugin.model import ModelEngine, note_loads
 from tests.integration.layouts import CASES, follow
 

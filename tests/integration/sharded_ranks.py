@@ -35,7 +35,7 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.publish import encode
-from deltasync.publish.stream import TensorRange
+from deltasync.trainer.stream import TensorRange
 from tests.faults import FaultyStore
 from tests.traffic import Traffic
 

@@ -18,7 +18,7 @@ import torch
 from click.testing import CliRunner, Result
 
 from deltasync import Publisher, open_store
-from deltasync.cli import main
+from deltasync.ops.cli import main
 from tests.channels import filled, states_of
 
 

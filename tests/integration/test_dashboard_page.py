@@ -19,10 +19,11 @@ import pytest
 import torch
 
 from deltasync import Publisher, open_store
-from deltasync.channel import heartbeat, keys
-from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from demo.processes import Child
 from tests.browser import PATIENCE_S, browse, needs_browser
 
@@ -93,7 +94,7 @@ def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = f"file://{tmp_path_factory.mktemp('dashboard')}/channel"
     retention = Retention(compact_every=5, keep_last=40, grace_s=0.0)
     with pytest.MonkeyPatch.context() as patch, Publisher(url, anchor_every=15, retention=retention) as publisher:
-        patch.setattr("deltasync.publish.compact._LEAST_BETWEEN", 6)
+        patch.setattr("deltasync.ops.compactor._LEAST_BETWEEN", 6)
         train(publisher, new_weights(), 60)
         run = publisher.run_id
     store = open_store(url)

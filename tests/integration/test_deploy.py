@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from deltasync.cli import main
+from deltasync.ops.cli import main
 from deploy import space
 from tests.hub.fixtures import HubServer
 

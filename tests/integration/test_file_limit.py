@@ -13,7 +13,7 @@ from tests.servers.s3 import S3Server
 _PROGRAM = """
 import os, resource, sys
 from deltasync import Replica, errors, open_store
-import deltasync.following, deltasync.stores.local, deltasync.stores.cloud
+import deltasync.following, deltasync.stores.local, deltasync.clouds.cloud
 
 url, is_used = sys.argv[1], sys.argv[2] == "used"
 store = open_store(url)

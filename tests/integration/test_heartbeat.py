@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 from huggingface_hub.utils import get_session
 
-from deltasync.channel import heartbeat
 from deltasync.channel.documents import sha256_hex
-from deltasync.channel.heartbeat import Heartbeat
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
 from deltasync.following.life import Life
 from deltasync.following.status import HeartbeatWriter, Status
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores import Store, open_store
 from tests.answers import Answers, Asked
 from tests.faults import FaultyStore

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import Replica, maintenance, open_store
+from deltasync import Replica, open_store, ops
 from deltasync.channel import documents, keys, signing
 from deltasync.channel.documents import Head, VersionId
 from deltasync.channel.plan import find_chain
@@ -214,7 +214,7 @@ def test_a_large_compaction_is_not_read_before_its_document_is_found_to_be_ours(
     assert compaction.size > reader.channel().most_bytes(keys.VERSIONS)
     (info,) = (info for span, info in reader.compactions() if span.base == 1)
     assert reader.stored(compaction.key, known=info) == reader.stored(compaction.key) == compaction
-    assert not maintenance.check(reader).problems
+    assert not ops.check(reader).problems
     way = find_chain(reader, None, large_made.tip, avoid={middle.key: "left out"})
     assert [stored.key for stored in way] == [first.key, compaction.key]
 
@@ -225,29 +225,29 @@ def test_what_lies_beside_the_weights_is_ours_too(channel: Channel, tmp_path: Pa
     code = {f"{folder}/modeling.py": b"print('theirs')", f"{folder}/tokenizer.json": b"{}"}
     store, _ = channel.replica(channel.objects | code)
     reader = ChannelReader(store, channel.keys / "ours.pub")
-    maintenance.export(reader, NEWEST, tmp_path / "export")
+    ops.export(reader, NEWEST, tmp_path / "export")
     assert (tmp_path / "export/config.json").read_bytes() == channel.objects[config]
     assert not (tmp_path / "export/modeling.py").exists() and not (tmp_path / "export/tokenizer.json").exists()
     store.put(config, b'{"auto_map": {"AutoModel": "theirs"}}')
     with contextlib.suppress(CorruptDataError):  # or that of another anchor
-        maintenance.export(ChannelReader(store, channel.keys / "ours.pub"), NEWEST, tmp_path / "again")
+        ops.export(ChannelReader(store, channel.keys / "ours.pub"), NEWEST, tmp_path / "again")
     assert not (tmp_path / "again").exists() or (tmp_path / "again/config.json").read_bytes() == channel.objects[config]
 
 
 def test_a_copy_takes_nothing_of_theirs(channel: Channel) -> None:
     store, _ = channel.replica(channel.objects)
     target = new_store()
-    maintenance.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
+    ops.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
     assert objects_of(target) == channel.objects
     slot = keys.slot(2, EPOCH)
     store.put(slot, altered(channel.objects[slot], lambda found: channel.theirs.seal(slot, stripped(found))))
     target = new_store()
-    copied = maintenance.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
+    copied = ops.copy(ChannelReader(store, channel.keys / "ours.pub"), target)
     assert any(isinstance(problem, SignatureError) for problem in copied.problems)
     assert slot not in objects_of(target)
     store.put(keys.CHANNEL, channel.theirs.seal(keys.CHANNEL, stripped(channel.objects[keys.CHANNEL])))
     with pytest.raises(SignatureError):
-        maintenance.copy(ChannelReader(store, channel.keys / "ours.pub"), new_store())
+        ops.copy(ChannelReader(store, channel.keys / "ours.pub"), new_store())
 
 
 def test_pruning_spares_what_a_record_of_theirs_stands_in_the_place_of(channel: Channel) -> None:
@@ -255,9 +255,9 @@ def test_pruning_spares_what_a_record_of_theirs_stands_in_the_place_of(channel: 
         objects = channel.objects | {key: altered(channel.objects[key], stripped)}
         store, _ = channel.replica(objects)
         with contextlib.suppress(DeltaSyncError):
-            maintenance.gc(ChannelReader(store, channel.keys / "ours.pub"), grace_s=0)
+            ops.gc(ChannelReader(store, channel.keys / "ours.pub"), grace_s=0)
         assert objects_of(store).keys() >= objects.keys()
-        report = maintenance.check(ChannelReader(store, channel.keys / "ours.pub"))
+        report = ops.check(ChannelReader(store, channel.keys / "ours.pub"))
         assert any(isinstance(problem, SignatureError) for problem in report.problems)
 
 

@@ -15,12 +15,13 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, follow
-from deltasync.channel import heartbeat, keys
+from deltasync.channel import keys
+from deltasync.clouds.hub import HubStore
 from deltasync.errors import DeltaSyncError, NotPublishedError, TransientStoreError
 from deltasync.following import Poll
 from deltasync.following.life import Life
 from deltasync.following.status import HeartbeatWriter, Status
-from deltasync.stores.hub import HubStore
+from deltasync.serve import heartbeat
 from tests.builders import in_parts
 from tests.conftest import assert_same_bits
 from tests.contract import test_hub_watch
@@ -34,7 +35,7 @@ store = test_hub_watch.store
 @pytest.fixture(autouse=True)
 def short_leases() -> Iterator[None]:
     """Publishers wait for two seconds instead of thirty."""
-    with mock.patch("deltasync.publish.acquire.Lease", lambda: LEASE):
+    with mock.patch("deltasync.opening.acquire.Lease", lambda: LEASE):
         yield
 
 
@@ -84,7 +85,7 @@ class TestChannel:
         assert struck
 
     def test_a_hub_that_goes_away(self, monkeypatch: pytest.MonkeyPatch, hub: HubServer) -> None:
-        monkeypatch.setattr("deltasync.stores.hub._RETRY_DELAY_S", 0.01)
+        monkeypatch.setattr("deltasync.clouds.hub._RETRY_DELAY_S", 0.01)
         with running_server() as server:
             monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.endpoint)
             store = HubStore("hf://buckets/user/gone/run")
@@ -134,10 +135,10 @@ _PUBLISH = """
 import hashlib, sys, time, torch
 from unittest import mock
 from deltasync import Publisher
-from deltasync.stores.hub import HubStore
+from deltasync.clouds.hub import HubStore
 from tests.integration.test_hub_faults import weights_of
 from tests.hub.fixtures import LEASE
-with mock.patch("deltasync.publish.acquire.Lease", lambda: LEASE), Publisher(HubStore(sys.argv[1])) as publisher:
+with mock.patch("deltasync.opening.acquire.Lease", lambda: LEASE), Publisher(HubStore(sys.argv[1])) as publisher:
     for version in range(1, 13):
         publisher.publish(weights_of(version).items()).wait(60)
         time.sleep(0.03)

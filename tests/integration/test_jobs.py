@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 from deltasync import Replica
-from deltasync.stores.hub import HubStore
+from deltasync.clouds.hub import HubStore
 from deltasync.tensors.bits import bits_of
 from demo.model import build_checkpoint
 from demo.processes import Child

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from deltasync import maintenance
+from deltasync import ops
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Replica
-from deltasync.maintenance import KeepPolicy
+from deltasync.ops import KeepPolicy
 from deltasync.stores import open_store
 from tests.channels import Made, filled
 from tests.conftest import assert_same_bits
@@ -50,7 +50,7 @@ def test_with_compactions_and_anchors_it_is_one_for_each_of_them(memory_url: str
 def test_collecting_garbage_reads_each_document_once(memory_url: str) -> None:
     store = FaultyStore(open_store(memory_url))
     filled(store.inner, _states(2000), anchors=(900, 1000))
-    maintenance.gc(ChannelReader(store), KeepPolicy(last=2), grace_s=0)
+    ops.gc(ChannelReader(store), KeepPolicy(last=2), grace_s=0)
     reads = [key for operation, key in store.calls if operation == "read"]
     assert len(set(reads)) == 2 + NEWEST + 1 + 2 + 1, (
         "channel and head, records and the slot after them, announced anchors, what may announce the first one"

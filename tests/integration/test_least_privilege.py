@@ -14,10 +14,11 @@ import torch
 from moto import settings
 
 from deltasync import Publisher, Replica, open_store
-from deltasync.channel import heartbeat, keys
-from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import StoreError
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores import Store
 from tests.servers import s3
 

@@ -13,7 +13,7 @@ from deltasync import Publisher
 
 SCRIPT = """
 import sys
-from deltasync.cli import main
+from deltasync.ops.cli import main
 for command in " ".join(sys.argv[1:]).split(" + "):
     try:
         main(command.split())
@@ -57,7 +57,7 @@ def test_commands_that_read_documents(channel: str, tmp_path: Path) -> None:
 
 def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    done = run("--out", str(tmp_path), script=SCRIPT.replace("deltasync.cli", "demo.__main__"))
+    done = run("--out", str(tmp_path), script=SCRIPT.replace("deltasync.ops.cli", "demo.__main__"))
     assert done.returncode == 3 and "choose another directory" in done.stderr
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
     assert done.stdout.splitlines()[-1] == "ended: 3 loaded:"

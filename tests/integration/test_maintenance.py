@@ -17,14 +17,12 @@ import pytest
 import torch
 from click.testing import CliRunner, Result
 
-from deltasync import codec, maintenance, tensors
-from deltasync.channel import documents, heartbeat, keys, record
+from deltasync import codec, ops, tensors
+from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Delta, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer, new_key
-from deltasync.cli import main
-from deltasync.cli.output import ranges
 from deltasync.codec.base import Encoded
 from deltasync.errors import (
     ChannelInUseError,
@@ -39,7 +37,10 @@ from deltasync.errors import (
     TransientStoreError,
 )
 from deltasync.following import Replica
-from deltasync.maintenance import KeepPolicy, compaction
+from deltasync.ops import KeepPolicy, compaction
+from deltasync.ops.cli import main
+from deltasync.ops.cli.output import ranges
+from deltasync.serve import heartbeat
 from deltasync.stores import Store, open_store
 from deltasync.tensors.bits import bits_of
 from tests import deltas
@@ -65,7 +66,7 @@ def _reader(store: Store) -> ChannelReader:
 
 
 def _versions(store: Store) -> list[int]:
-    held = maintenance.scan_channel(_reader(store))
+    held = ops.scan_channel(_reader(store))
     return [slot.version for slot, found in held.records.items() if found is not None and found.is_version]
 
 
@@ -76,12 +77,12 @@ def _assert_readable(store: Store, *versions: int) -> None:
         assert_same_bits(replica.state_dict(), STATES[version - 1])
 
 
-def _gc(store: Store, grace_s: float = 0.0, **keep: int) -> maintenance.Collected:
-    return maintenance.gc(_reader(store), KeepPolicy(**keep) if keep else None, grace_s=grace_s)
+def _gc(store: Store, grace_s: float = 0.0, **keep: int) -> ops.Collected:
+    return ops.gc(_reader(store), KeepPolicy(**keep) if keep else None, grace_s=grace_s)
 
 
-def _check(store: Store) -> maintenance.Report:
-    return maintenance.check(_reader(store), read_data=True)
+def _check(store: Store) -> ops.Report:
+    return ops.check(_reader(store), read_data=True)
 
 
 def _key_of(store: Store, version: int) -> str:
@@ -119,9 +120,9 @@ def test_a_dry_run_changes_nothing(store: FaultyStore) -> None:
     store.inner.put(left, b"left")
     store.age(DAY_S)
     before = list(store.inner.list(""))
-    found = maintenance.gc(_reader(store), KeepPolicy(last=1), dry_run=True)
+    found = ops.gc(_reader(store), KeepPolicy(last=1), dry_run=True)
     assert found.plan is not None and [slot.version for slot in found.plan.forgotten] == list(range(1, 9))
-    assert [info.key for info in maintenance.gc(_reader(store), dry_run=True).objects] == [left]
+    assert [info.key for info in ops.gc(_reader(store), dry_run=True).objects] == [left]
     assert list(store.inner.list("")) == before
     assert not {operation for operation, _ in store.calls} & {"create", "put", "delete"}
     assert {info.key for info in found.objects} == {info.key for info in _gc(store, last=1).objects} > {left}
@@ -255,7 +256,7 @@ def test_what_a_live_replica_serves_stays_whatever_this_machines_clock_says(
     monkeypatch.setattr("time.time", lambda: real() + machine_s)
     for dry_run in (True, False):
         store.calls.clear()
-        found = maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=0.0, dry_run=dry_run)
+        found = ops.gc(_reader(store), KeepPolicy(last=1), grace_s=0.0, dry_run=dry_run)
         assert dry_run != bool({operation for operation, _ in store.calls} & {"create", "put", "delete"})
         assert found.plan is not None and {slot.version for slot in found.plan.recent} == {1, 2, 3}
     _assert_readable(store, 3)
@@ -266,17 +267,17 @@ def test_what_a_boot_was_heard_to_serve_within_the_grace_stays(store: FaultyStor
     first = _beat(store, "r", 3, "0000000a")
     store.age(6 * DAY_S, first)  # it may come back: a machine that sleeps, a network that is cut
     _beat(store, "r", 10, "0000000b")  # another start under the same name
-    found = maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=7 * DAY_S)
+    found = ops.gc(_reader(store), KeepPolicy(last=1), grace_s=7 * DAY_S)
     assert found.plan is not None and {slot.version for slot in found.plan.recent} == {1, 2, 3}
     store.age(1.5 * DAY_S, first)
-    found = maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=7 * DAY_S)
+    found = ops.gc(_reader(store), KeepPolicy(last=1), grace_s=7 * DAY_S)
     assert found.plan is not None and not found.plan.recent and found.heartbeats == [first]
 
 
 def test_a_heartbeat_is_not_deleted_within_the_grace(store: FaultyStore) -> None:
     store.age(30 * DAY_S)
     store.age(8 * DAY_S, _beat(store, "r", 3))
-    assert maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=14 * DAY_S).heartbeats == []
+    assert ops.gc(_reader(store), KeepPolicy(last=1), grace_s=14 * DAY_S).heartbeats == []
     assert _gc(store, last=1).heartbeats == ["replicas/r.00000000.json"]
 
 
@@ -287,7 +288,7 @@ def test_all_heartbeats_are_read_before_a_version_is_deleted(store: FaultyStore)
     young = store.inner.read(_beat(store, "young", 10), 1 << 20)
     for number in range(10_000):
         store.inner.put(keys.replica(f"r{number}"), young)
-    found = maintenance.gc(_reader(store), KeepPolicy(last=1), grace_s=0.0)
+    found = ops.gc(_reader(store), KeepPolicy(last=1), grace_s=0.0)
     assert found.plan is not None and {slot.version for slot in found.plan.recent} == {1, 2, 3}
 
 
@@ -316,7 +317,7 @@ def test_nothing_that_is_named_goes_while_listings_are_behind(
     store = FaultyStore(open_store(memory_url))
     _fill(store)
     store.behind = behind
-    monkeypatch.setattr("deltasync.maintenance.scan._LISTED_DELAY_S", 0.0)
+    monkeypatch.setattr("deltasync.ops.scan._LISTED_DELAY_S", 0.0)
     for _ in range(2):
         with contextlib.suppress(TransientStoreError):  # it is found out
             _gc(store)
@@ -373,7 +374,7 @@ def test_a_compaction_that_is_written_during_a_collection_is_untouched(store: Fa
     with ThreadPoolExecutor(1) as pool:
         collecting = pool.submit(_gc, store)
         assert gate.entered.wait(30)
-        maintenance.write_compaction(_reader(store.inner), 2, 6)
+        ops.write_compaction(_reader(store.inner), 2, 6)
         gate.opened.set()
         assert [info.key for info in collecting.result(60).objects] == [LEFT]
     report = _check(store)
@@ -490,15 +491,15 @@ def sound(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("sound") / "channel"
     store = open_store(f"file://{path}")
     _fill(store)
-    maintenance.write_compaction(_reader(store), 1, 6)
-    maintenance.write_compaction(_reader(store), 5, 9, codec_name="context")
+    ops.write_compaction(_reader(store), 1, 6)
+    ops.write_compaction(_reader(store), 5, 9, codec_name="context")
     return path
 
 
 @pytest.fixture
 def copied(sound: Path, memory_url: str) -> Store:
     target = open_store(memory_url)
-    maintenance.copy(_reader(open_store(f"file://{sound}")), target)
+    ops.copy(_reader(open_store(f"file://{sound}")), target)
     return target
 
 
@@ -521,7 +522,7 @@ def test_a_sound_channel_has_no_problems(copied: Store) -> None:
 def test_check_finds_what_is_wrong(copied: Store, damage: str) -> None:
     harm, exit_code, exit_code_with_data, said = DAMAGE[damage]
     harm(copied)
-    report = maintenance.check(_reader(copied))
+    report = ops.check(_reader(copied))
     assert report.exit_code == exit_code, report.problems
     with_data = _check(copied)
     assert with_data.exit_code == exit_code_with_data, with_data.problems
@@ -531,7 +532,7 @@ def test_check_finds_what_is_wrong(copied: Store, damage: str) -> None:
 
 def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: FaultyStore) -> None:
     store.inner.put(LEFT, b"left")
-    report = maintenance.check(_reader(store))
+    report = ops.check(_reader(store))
     assert (report.garbage_objects, report.garbage_bytes, report.exit_code, report.proven) == (1, 4, 0, None)
     assert not [key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/"))]
     # channel, head three times, the record that it names and the next one, an epoch, 10 versions and a seal, 2
@@ -558,20 +559,20 @@ def test_a_compaction_that_changes_everything_and_one_of_nothing(memory_url: str
     noise = [{"w": torch.randint(0, 1 << 15, (500,), generator=random, dtype=torch.int16)} for _ in range(3)]
     filled(open_store(memory_url), [*noise, noise[0]])
     reader = _reader(open_store(memory_url))
-    everything = maintenance.write_compaction(reader, 1, 3).record.delta
+    everything = ops.write_compaction(reader, 1, 3).record.delta
     assert everything is not None and everything.changed == int((noise[0]["w"] != noise[2]["w"]).sum())
-    nothing = maintenance.write_compaction(reader, 1, 4).record.delta
+    nothing = ops.write_compaction(reader, 1, 4).record.delta
     assert nothing is not None and (nothing.changed, nothing.parts) == (0, [])
     assert _check(open_store(memory_url)).problems == []
 
 
 def test_a_compaction_that_is_there_is_not_written_again(store: FaultyStore) -> None:
-    first = maintenance.write_compaction(_reader(store), 2, 6)
+    first = ops.write_compaction(_reader(store), 2, 6)
     store.calls.clear()
-    assert maintenance.write_compaction(_reader(store), 2, 6, codec_name="raw").sha256 == first.sha256
+    assert ops.write_compaction(_reader(store), 2, 6, codec_name="raw").sha256 == first.sha256
     assert not [call for call in store.calls if call[0] == "put"]
     _change(store.inner, first.key, flipped)
-    assert maintenance.write_compaction(_reader(store), 2, 6).key != first.key
+    assert ops.write_compaction(_reader(store), 2, 6).key != first.key
 
 
 def test_a_compaction_that_would_not_give_the_bits_is_not_stored(
@@ -587,7 +588,7 @@ def test_a_compaction_that_would_not_give_the_bits_is_not_stored(
 
     monkeypatch.setattr(kind, "encode", lossy)
     with pytest.raises(CorruptDataError, match="has wrong bits for w"):
-        maintenance.write_compaction(_reader(store), 2, 6)
+        ops.write_compaction(_reader(store), 2, 6)
     assert not [call for call in store.calls if call[0] == "put"]
 
 
@@ -604,7 +605,7 @@ def test_a_compaction_that_would_not_give_the_bits_is_not_stored(
 def test_a_compaction_that_cannot_be(store: FaultyStore, base: int, version: int, error: type[DeltaSyncError]) -> None:
     _gc(store, last=5)
     with pytest.raises(error, match=r"compaction"):
-        maintenance.write_compaction(_reader(store), base, version)
+        ops.write_compaction(_reader(store), base, version)
 
 
 # export
@@ -643,7 +644,7 @@ def test_an_export_is_a_checkpoint_that_transformers_loads(
     reader = _reader(open_store(memory_url))
     for asked, version in ((2, 2), (None, 4)):
         directory = tmp_path / "out" / str(version)
-        assert maintenance.export(reader, asked, directory, shard_bytes=shard_bytes).version == version
+        assert ops.export(reader, asked, directory, shard_bytes=shard_bytes).version == version
         loaded = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
         assert_same_bits(loaded.state_dict(), states[version - 1])
         assert (directory / "model.safetensors.index.json").exists() == (shard_bytes == 4096)
@@ -656,7 +657,7 @@ def test_an_export_takes_config_and_tokenizer_from_another_anchor_if_need_be(
 ) -> None:
     epoch = _reader(store).numbered(damaged).record.epoch
     store.put(f"{keys.anchor_folder(damaged, epoch)}/config.json", b"[]")
-    maintenance.export(_reader(store), damaged + 1, tmp_path / "out")
+    ops.export(_reader(store), damaged + 1, tmp_path / "out")
     assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
 
 
@@ -667,7 +668,7 @@ def test_what_could_run_code_is_not_exported(memory_url: str, tmp_path: Path) ->
     more = [channel.put_file(f"{weights.directory}/{name}", b"x") for name in ("model.pkl", "tokenizer/vocab.txt")]
     weights = dataclasses.replace(weights, model_files=[*weights.model_files, *more])
     channel._compaction(None, versions[1], STATES[1], None, anchor=weights)
-    maintenance.export(_reader(store), None, tmp_path / "out")
+    ops.export(_reader(store), None, tmp_path / "out")
     found = sorted(path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*.*"))
     assert found == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
 
@@ -686,30 +687,30 @@ def test_more_than_files_beside_weights_have_is_refused_unread(
         for number, size in enumerate(sizes)
     ]
     _edit(store.inner, key, anchor=dataclasses.replace(anchor, model_files=files))
-    maintenance.export(_reader(store), 2, tmp_path / "out")  # by another anchor, and with that one's files
+    ops.export(_reader(store), 2, tmp_path / "out")  # by another anchor, and with that one's files
     assert not [key for _, key in store.calls if key.startswith(anchor.directory)]
     assert (tmp_path / "out" / "config.json").read_bytes() == b"{}"
 
 
 def test_an_export_never_writes_over_anything(store: FaultyStore, tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
-    maintenance.export(_reader(store), 3, tmp_path / "empty")
+    ops.export(_reader(store), 3, tmp_path / "empty")
     (tmp_path / "file").write_text("years of work")
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.txt").write_text("years of work")
     for name in ("file", "full", "empty"):
         with pytest.raises(ConfigError, match="Nothing was written"):
-            maintenance.export(_reader(store), 3, tmp_path / name)
+            ops.export(_reader(store), 3, tmp_path / name)
     assert (tmp_path / "full" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "years of work"
 
 
 def test_an_export_that_fails_leaves_nothing(store: FaultyStore, tmp_path: Path) -> None:
     store.delete(_key_of(store, 7))
     with pytest.raises(MissingVersionError):
-        maintenance.export(_reader(store), 8, tmp_path / "out")
+        ops.export(_reader(store), 8, tmp_path / "out")
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="cannot be written"):
-        maintenance.export(_reader(store), 9, tmp_path / "file" / "out")
+        ops.export(_reader(store), 9, tmp_path / "file" / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["file"]
 
 
@@ -718,12 +719,12 @@ def test_an_export_that_fails_leaves_nothing(store: FaultyStore, tmp_path: Path)
 
 def test_a_copy_is_the_channel(sound: Path, channel_url: str) -> None:
     source, target = open_store(f"file://{sound}"), open_store(channel_url)
-    copied = maintenance.copy(_reader(source), target)
+    copied = ops.copy(_reader(source), target)
     assert list(target.list("")) == list(source.list(""))
     assert all(target.read(info.key, 1 << 30) == source.read(info.key, 1 << 30) for info in source.list(""))
     assert (copied.version, copied.skipped) == (_reader(source).numbered(10).version, 0)
     assert copied.objects == len(list(source.list(""))) - 1
-    again = maintenance.copy(_reader(source), target)
+    again = ops.copy(_reader(source), target)
     assert (again.objects, again.bytes, again.skipped) == (0, 0, copied.objects)
     assert _check(target).problems == []
 
@@ -732,7 +733,7 @@ def test_a_copy_leaves_garbage_and_heartbeats_behind(store: FaultyStore, tmp_pat
     for key in (LEFT, keys.replica("a"), keys.probe(EPOCH), f"{keys.parts_folder(11, EPOCH)}/x", "notes.txt"):
         store.put(key, b"{}")
     target = open_store(f"file://{tmp_path}/copy")
-    maintenance.copy(_reader(store), target)
+    ops.copy(_reader(store), target)
     report = _check(target)
     assert (report.garbage_objects, report.publishing, report.problems) == (0, 0, [])
     assert {info.key.split("/")[0] for info in target.list("")} == {
@@ -760,7 +761,7 @@ def test_a_copy_that_is_cut_short_is_a_channel_or_none_and_goes_on(
     source, target = open_store(memory_url), FaultyStore(open_store(f"{memory_url}-copy"))
     if newer:
         channel, versions = filled(source, STATES[:3])
-        maintenance.copy(_reader(source), target)
+        ops.copy(_reader(source), target)
         for number, state in enumerate(STATES[3:10], start=4):
             if number == 7:
                 channel.seal(keys.new_epoch(2))
@@ -773,10 +774,10 @@ def test_a_copy_that_is_cut_short_is_a_channel_or_none_and_goes_on(
         _gc(source, last=6)
     else:
         _fill(source)
-        maintenance.write_compaction(_reader(source), 2, 6)
+        ops.write_compaction(_reader(source), 2, 6)
     target.fail_at("put", key, after=after, error=StoreError)
     with pytest.raises(StoreError):
-        maintenance.copy(_reader(source), target)
+        ops.copy(_reader(source), target)
     if newer:
         assert (Replica(target).sync() or 0) >= 3
         assert _check(target).unreachable == []
@@ -785,7 +786,7 @@ def test_a_copy_that_is_cut_short_is_a_channel_or_none_and_goes_on(
             Replica(target).sync()
     else:
         assert Replica(target).sync() == 10
-    maintenance.copy(_reader(source), target)
+    ops.copy(_reader(source), target)
     _assert_readable(target, 5, 6, 10)
     assert [problem for problem in _check(target).problems if "epochs/" not in str(problem)] == []
 
@@ -795,7 +796,7 @@ def test_a_copy_of_a_channel_that_grows_meanwhile(memory_url: str) -> None:
     channel, _ = _fill(store)
     gate = store.hold_at("read", "versions/0000000/0000000004")
     with ThreadPoolExecutor(1) as pool:
-        copying = pool.submit(maintenance.copy, _reader(store), target)
+        copying = pool.submit(ops.copy, _reader(store), target)
         assert gate.entered.wait(30)
         channel.store = store.inner
         channel.delta(STATES[10], parts=1)
@@ -804,7 +805,7 @@ def test_a_copy_of_a_channel_that_grows_meanwhile(memory_url: str) -> None:
         copied = copying.result(60).version
     assert copied is not None and copied.version == 10
     assert Replica(target).sync() == 10 and _versions(target) == list(range(1, 11))
-    assert maintenance.copy(_reader(store), target).objects == 2
+    assert ops.copy(_reader(store), target).objects == 2
     _assert_readable(target, 10, 11)
 
 
@@ -812,7 +813,7 @@ def test_a_copy_while_versions_are_forgotten(store: FaultyStore, memory_url: str
     target = open_store(f"{memory_url}-copy")
     gate = store.hold_at("read", _part_of(store, 4))
     with ThreadPoolExecutor(1) as pool:
-        copying = pool.submit(maintenance.copy, _reader(store), target)
+        copying = pool.submit(ops.copy, _reader(store), target)
         assert gate.entered.wait(30)
         _gc(store.inner, last=1, anchors=1)
         gate.opened.set()
@@ -826,29 +827,29 @@ def test_copies_that_are_refused(memory_url: str) -> None:
     store = open_store(memory_url)
     channel, _ = _fill(store)
     with pytest.raises(ConfigError, match="both source and target"):
-        maintenance.copy(_reader(store), store)
+        ops.copy(_reader(store), store)
     other = open_store(f"{memory_url}-other")
     filled(other, STATES[:1])
     _edit_channel(other, run_id="other")
     before = list(other.list(""))
     with pytest.raises(RunMismatchError, match="Nothing was copied"):
-        maintenance.copy(_reader(store), other)
+        ops.copy(_reader(store), other)
     assert list(other.list("")) == before
     with pytest.raises(NotPublishedError):
-        maintenance.copy(_reader(open_store(f"{memory_url}-none")), other)
+        ops.copy(_reader(open_store(f"{memory_url}-none")), other)
 
     ahead = open_store(f"{memory_url}-ahead")
-    maintenance.copy(_reader(store), ahead)
+    ops.copy(_reader(store), ahead)
     channel.store = ahead
     channel.delta(STATES[10])
     with pytest.raises(ChannelInUseError, match="ahead of"):
-        maintenance.copy(_reader(store), ahead)
+        ops.copy(_reader(store), ahead)
     ahead.delete(_key_of(ahead, 11))
     channel.tip = _reader(ahead).numbered(10).version
     channel.seal(keys.new_epoch(3))
     channel.delta(STATES[10])
     with pytest.raises(ChannelInUseError, match="another publisher wrote it"):
-        maintenance.copy(_reader(store), ahead)
+        ops.copy(_reader(store), ahead)
 
 
 def _edit_channel(store: Store, **changes: object) -> None:
@@ -861,7 +862,7 @@ def test_other_bytes_in_the_target_are_left_and_told(store: FaultyStore, memory_
         target = open_store(f"{memory_url}-copy-{number}")
         target.put(key, b"other")
         with pytest.raises(ObjectExistsError, match="other bytes"):
-            maintenance.copy(_reader(store), target)
+            ops.copy(_reader(store), target)
         assert target.read(key, 1 << 30) == b"other"
         with pytest.raises(NotPublishedError):
             _reader(target).channel()
@@ -880,7 +881,7 @@ def test_other_bytes_in_the_target_are_left_and_told(store: FaultyStore, memory_
 def test_damage_is_told_and_not_copied(store: FaultyStore, memory_url: str, harm: Callable[[Store], None]) -> None:
     harm(store)
     target = open_store(f"{memory_url}-copy")
-    (problem,) = maintenance.copy(_reader(store), target).problems
+    (problem,) = ops.copy(_reader(store), target).problems
     assert "0000000003" in str(problem) or "0000000004" in str(problem)
     assert Replica(target).sync() == 10
     assert {5, 6, 7, 8, 9, 10} <= set(_check(target).proven or [])
@@ -899,7 +900,7 @@ def test_every_help_names_the_exit_codes(command: str) -> None:
 @pytest.fixture
 def url(sound: Path, tmp_path: Path) -> str:
     url = f"file://{tmp_path}/channel"
-    maintenance.copy(_reader(open_store(f"file://{sound}")), open_store(url))
+    ops.copy(_reader(open_store(f"file://{sound}")), open_store(url))
     return url
 
 
@@ -946,7 +947,7 @@ def test_check_as_a_command(url: str) -> None:
 
 
 def test_compaction_log_and_show_as_commands(url: str) -> None:
-    stored = maintenance.write_compaction(_reader(open_store(url)), 2, 6, codec_name="context")
+    stored = ops.write_compaction(_reader(open_store(url)), 2, 6, codec_name="context")
     rows = [json.loads(line) for line in _deltasync("log", url, "--json").stdout.splitlines()]
     assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == list(range(1, 11))
     assert [row["version"] for row in rows if row["kind"] == "announced"] == [5, 9]
@@ -984,7 +985,7 @@ def test_what_is_signed_is_shown_so(memory_url: str, tmp_path: Path) -> None:
     trusted = ("--trusted-keys", tmp_path / "key.pub")
     assert _deltasync("log", url, "latest", *trusted).stdout.count("(not checked)") == 0
     with pytest.raises(ConfigError, match="signing_key"):
-        maintenance.write_compaction(_reader(open_store(url)), 1, 3)
+        ops.write_compaction(_reader(open_store(url)), 1, 3)
     for command in ("check", "log", "relay"):
         more = (f"file://{tmp_path}/copy", "--once") if command == "relay" else ()
         assert _deltasync(command, url, *more, *trusted).exit_code == 0
@@ -1043,8 +1044,8 @@ def test_progress_is_told(store: FaultyStore) -> None:
         assert 0 <= done <= total
         told.append((what, done, total))
 
-    with maintenance.reporting(tell):
-        maintenance.check(_reader(store), read_data=True)
+    with ops.reporting(tell):
+        ops.check(_reader(store), read_data=True)
         _gc(store, last=1)
     assert {what: (done, total) for what, done, total in told} == {
         "records": (13, 13),
@@ -1068,20 +1069,20 @@ CUT: dict[str, Callable[[str], bool]] = {
 def test_a_listing_that_leaves_out_records_is_found_out(
     memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, name: str
 ) -> None:
-    monkeypatch.setattr("deltasync.maintenance.scan._LISTED_DELAY_S", 0.0)
+    monkeypatch.setattr("deltasync.ops.scan._LISTED_DELAY_S", 0.0)
     made(open_store(memory_url), 6)
     before = {info.key for info in open_store(memory_url).list("")}
     store = FaultyStore(open_store(memory_url))
     store.hide(CUT[name])
     reader, target = ChannelReader(store), open_store(f"file://{tmp_path}/copy")
     calls: dict[str, Callable[[], object]] = {
-        "check": lambda: maintenance.check(reader),
-        "gc": lambda: maintenance.gc(reader, grace_s=0),
-        "gc --keep-last 2": lambda: maintenance.gc(reader, KeepPolicy(last=2), grace_s=0),
-        "cp": lambda: maintenance.copy(reader, target),
+        "check": lambda: ops.check(reader),
+        "gc": lambda: ops.gc(reader, grace_s=0),
+        "gc --keep-last 2": lambda: ops.gc(reader, KeepPolicy(last=2), grace_s=0),
+        "cp": lambda: ops.copy(reader, target),
     }
     if command == "gc" and name == "everything":
-        assert maintenance.gc(reader, grace_s=0).objects == []  # it lists no file that it could delete
+        assert ops.gc(reader, grace_s=0).objects == []  # it lists no file that it could delete
     else:
         with pytest.raises(TransientStoreError, match=r"omits versions/.* which exists"):
             calls[command]()
@@ -1097,4 +1098,4 @@ def test_an_older_copy_at_the_target_is_known_though_it_is_not_listed(memory_url
     made(there, 5)
     there.hide(lambda _: True)
     with pytest.raises(ChannelInUseError, match=r"has version 5, ahead of .* at version 3"):
-        maintenance.copy(ChannelReader(open_store(memory_url)), there)
+        ops.copy(ChannelReader(open_store(memory_url)), there)

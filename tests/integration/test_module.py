@@ -18,9 +18,9 @@ from torch.optim.swa_utils import AveragedModel
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from deltasync import ModuleReplica, Publisher, Replica, follow, open_store
-from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import AckTimeoutError, ApplyError, ConfigError, ModelMismatchError
+from deltasync.serve import heartbeat
 from deltasync.tensors.bits import int_view
 from tests.conftest import assert_same_bits
 from tests.waiting import wait_until
@@ -455,7 +455,7 @@ def test_threads_that_call_without_a_pause_keep_no_version_away(memory_url: str,
 
 
 def test_a_long_hold_is_said_and_threads_inside_it_go_on(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.following.module._WAIT_S", 0.1)
+    monkeypatch.setattr("deltasync.serve.module._WAIT_S", 0.1)
     with followed(memory_url, poll_interval_s=0.02) as (model, trainer, following):
         with following.hold() as version:
             trainer.publish()

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import deltasync
-from deltasync.dashboard import Snapshot, page
-from deltasync.dashboard.observe import CompactionRow, LagRow, ReplicaRow, VersionRow
+from deltasync.ops.dashboard import Snapshot, page
+from deltasync.ops.dashboard.observe import CompactionRow, LagRow, ReplicaRow, VersionRow
 from tests.browser import browse, needs_browser
 
 pytestmark = needs_browser

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from deltasync import Publisher
-from deltasync.cli import main
+from deltasync.ops.cli import main
 from tests.answers import Answers
 
 AT_ONCE = {"bisect", "keygen"}

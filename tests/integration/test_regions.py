@@ -10,7 +10,7 @@ import pytest
 
 from deltasync import Publisher, Replica
 from deltasync.channel.reading import ChannelReader
-from deltasync.maintenance import Relay
+from deltasync.ops import Relay
 from deltasync.stores import open_store
 from tests.builders import trained, weights
 from tests.conftest import assert_same_bits

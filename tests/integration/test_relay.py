@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from deltasync import Replica, maintenance
+from deltasync import Replica, ops
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, ObjectExistsError, RunMismatchError, StoreError
-from deltasync.maintenance import Relay
+from deltasync.ops import Relay
 from deltasync.stores import Store, open_store
 from tests.channels import Made, filled, states_of
 from tests.conftest import assert_same_bits
@@ -140,4 +140,4 @@ def test_killed_while_it_follows_it_goes_on_and_copies_nothing_again(tmp_path: P
         process.terminate()
         assert process.wait(30) == 130
     _assert_served(target, made)
-    assert maintenance.check(ChannelReader(target)).unreachable == []
+    assert ops.check(ChannelReader(target)).unreachable == []

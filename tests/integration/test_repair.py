@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deltasync import maintenance
+from deltasync import ops
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, Trusted, new_key
-from deltasync.cli import main
 from deltasync.errors import ConfigError, CorruptDataError, DeltaSyncError, NotPublishedError
 from deltasync.following import Replica
-from deltasync.maintenance import Repair, source_of
+from deltasync.ops import Repair, source_of
+from deltasync.ops.cli import main
 from deltasync.stores import Store, open_store
 from tests.channels import EPOCH, Made, filled, states_of
 from tests.conftest import assert_same_bits
@@ -91,7 +91,7 @@ def _damage(store: Store, key: str, change: Callable[[bytes], bytes] = flipped) 
 
 def _repair(store: Store, source: str | None = None, **options: object) -> Repair:
     where = None if source is None else source_of(source)
-    return maintenance.repair(ChannelReader(store), source=where, **options)  # type: ignore[arg-type]
+    return ops.repair(ChannelReader(store), source=where, **options)  # type: ignore[arg-type]
 
 
 def _is_right(replica: Replica, number: int) -> bool:
@@ -149,7 +149,7 @@ def test_replicas_do_without_a_seal_and_its_epochs_document(memory_url: str) -> 
 def test_bytes_are_put_back_from_a_copy(memory_url: str, tmp_path: Path, what: str, change: Callable | None) -> None:
     store, copy = open_store(memory_url), open_store(f"file://{tmp_path}/copy")
     _fill(store)
-    maintenance.copy(ChannelReader(store), copy)
+    ops.copy(ChannelReader(store), copy)
     whole = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
     if change is None:
         store.delete(OBJECTS[what])
@@ -171,7 +171,7 @@ def test_bytes_are_put_back_from_the_cache_of_a_node(memory_url: str, tmp_path: 
     _fill(store)
     whole = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
     for data in whole.values():
-        (tmp_path / maintenance.repair.__globals__["sha256_hex"](data)).write_bytes(data)
+        (tmp_path / ops.repair.__globals__["sha256_hex"](data)).write_bytes(data)
     _damage(store, OBJECTS[what])
     found = _repair(store, str(tmp_path))
     assert ([done.outcome for done in found.objects], found.exit_code) == (["put back"], 0)
@@ -181,7 +181,7 @@ def test_bytes_are_put_back_from_the_cache_of_a_node(memory_url: str, tmp_path: 
 def test_what_has_another_digest_is_not_put_back(memory_url: str, tmp_path: Path) -> None:
     store, copy = open_store(memory_url), open_store(f"file://{tmp_path}/copy")
     _fill(store)
-    maintenance.copy(ChannelReader(store), copy)
+    ops.copy(ChannelReader(store), copy)
     for place in (store, copy):
         _damage(place, OBJECTS["an older part"])
     (tmp_path / "other").mkdir()
@@ -266,8 +266,8 @@ def test_a_repair_while_somebody_publishes(memory_url: str) -> None:
                 channel.delta(STATES[self.count - 1], parts=2)
                 channel.head()
 
-    with maintenance.reporting(Growing()):
-        found = maintenance.repair(ChannelReader(store))
+    with ops.reporting(Growing()):
+        found = ops.repair(ChannelReader(store))
     assert [done.key for done in found.objects] == [OBJECTS["an older part"]]
     assert _is_right(Replica(store), 12)
 
@@ -275,7 +275,7 @@ def test_a_repair_while_somebody_publishes(memory_url: str) -> None:
 def test_channel_json_comes_back_from_a_copy_of_this_run_only(memory_url: str, tmp_path: Path) -> None:
     store, copy = open_store(memory_url), open_store(f"file://{tmp_path}/copy")
     _fill(store)
-    maintenance.copy(ChannelReader(store), copy)
+    ops.copy(ChannelReader(store), copy)
     whole = store.read(keys.CHANNEL, 1 << 30)
     _damage(store, keys.CHANNEL, halved)
     _damage(store, keys.CHANNEL, lambda data: data[:-1])
@@ -298,8 +298,8 @@ def test_what_is_added_to_a_signed_channel_is_signed(memory_url: str, tmp_path: 
     _damage(store, OBJECTS["an announced anchor's weights"])
     trusted = Trusted(path=tmp_path / "key.pub")
     with pytest.raises(ConfigError, match="signing_key"):
-        maintenance.repair(ChannelReader(store, trusted))
-    (done,) = maintenance.repair(ChannelReader(store, trusted), signer=signer).objects
+        ops.repair(ChannelReader(store, trusted))
+    (done,) = ops.repair(ChannelReader(store, trusted), signer=signer).objects
     assert done.outcome == "bypassed"
     replica = Replica(ChannelReader(store, trusted))
     assert _is_right(replica, 8)
@@ -309,7 +309,7 @@ def test_repair_as_a_command(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
     store = open_store(url)
     _fill(store)
-    maintenance.copy(ChannelReader(store), open_store(f"file://{tmp_path}/copy"))
+    ops.copy(ChannelReader(store), open_store(f"file://{tmp_path}/copy"))
     assert "nothing to repair" in CliRunner().invoke(main, ["repair", url]).stdout
     _damage(store, OBJECTS["a part"])
     left = CliRunner().invoke(main, ["repair", url])

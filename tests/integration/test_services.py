@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, maintenance, open_store
+from deltasync import Publisher, Replica, open_store, ops
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import FencedError, PublishPendingError, StoreError, TransientStoreError
@@ -91,10 +91,10 @@ def test_thirty_versions_and_what_is_done_with_them(url: str, tmp_path: Path) ->
         follower.end_at(model, 30)
     assert not follower.errors
     reader = ChannelReader(open_store(url))
-    assert maintenance.check(reader, read_data=True).problems == []
+    assert ops.check(reader, read_data=True).problems == []
     copy = open_store(f"file://{tmp_path}/copy")
-    assert maintenance.copy(reader, copy).problems == []
-    maintenance.gc(reader, maintenance.KeepPolicy(last=3), grace_s=0)
+    assert ops.copy(reader, copy).problems == []
+    ops.gc(reader, ops.KeepPolicy(last=3), grace_s=0)
     for store in (open_store(url), copy):
         assert_holds(store, model, 30)
 

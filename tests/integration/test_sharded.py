@@ -17,8 +17,8 @@ from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
 from deltasync.errors import NotPublishedError
+from deltasync.ops.cli import main
 from tests.builders import assert_holds
 from tests.conftest import assert_same_bits
 

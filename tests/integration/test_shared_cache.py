@@ -13,7 +13,7 @@ import torch
 from deltasync import Publisher, Replica
 from deltasync.config import ReplicaSettings, Retention
 from deltasync.errors import CorruptDataError, MissingVersionError, TransientStoreError
-from deltasync.following import engine
+from deltasync.serve import engine
 from deltasync.stores.cache import CachedStore
 from tests.builders import assert_holds
 from tests.conftest import assert_same_bits

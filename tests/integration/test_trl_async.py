@@ -16,9 +16,9 @@ from transformers import (
 )
 
 from deltasync import open_store
-from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import AckTimeoutError, ConfigError
+from deltasync.serve import heartbeat
 from demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.integration import trainers

@@ -24,12 +24,12 @@ from transformers import (
     TrainerCallback,
 )
 
-from deltasync import Replica, maintenance, open_store
+from deltasync import Replica, open_store, ops
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ChannelInUseError, ConfigError, PublishError
-from deltasync.publish.stream import TensorRange
+from deltasync.trainer.stream import TensorRange
 from demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.docs.pages import metrics
@@ -293,7 +293,7 @@ def test_an_anchor_is_a_checkpoint_with_a_tokenizer(make_model: Callable[[], Any
     sync.weight_transfer.destroy()  # waits for anchors, which no version waits for
 
     anchor = tmp_path / "exported"
-    maintenance.export(ChannelReader(open_store(f"file://{tmp_path}/channel")), sync.history[-1].version, anchor)
+    ops.export(ChannelReader(open_store(f"file://{tmp_path}/channel")), sync.history[-1].version, anchor)
     loaded, info = AutoModelForCausalLM.from_pretrained(anchor, output_loading_info=True)
     assert not any(info.values())
     assert loaded.dtype == torch.bfloat16  # from its config.json

@@ -16,9 +16,9 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from deltasync.channel.adapter_base import FILE, AdapterBase
-from deltasync.channel.checkpoint import find, load
 from deltasync.errors import ConfigError
+from deltasync.opening.adapter_base import FILE, AdapterBase
+from deltasync.opening.checkpoint import find, load
 from tests.conftest import assert_same_bits
 from tests.integration.trainers import (
     Bits,

@@ -22,9 +22,9 @@ from safetensors.torch import load_file, save_file
 
 from deltasync import Publisher, Replica
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
 from deltasync.errors import ChainError, ChannelInUseError, ConfigError, CorruptDataError, DeltaSyncError, ModelMismatchError
 from deltasync.interchange import Export, Import
+from deltasync.ops.cli import main
 from deltasync.stores import open_store
 from deltasync.tensors.bits import bits_of
 
@@ -400,7 +400,7 @@ def killed(arguments: list[str], where: str) -> None:
     code = (
         f"import os, {module}\n"
         f"{module}.{owner}.{name} = lambda *args, **named: os.kill(os.getpid(), 9)\n"
-        f"from deltasync.cli import main\nmain({arguments!r})\n"
+        f"from deltasync.ops.cli import main\nmain({arguments!r})\n"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
 
@@ -435,7 +435,7 @@ def test_a_channel_of_somebody_else_stays_refused_after_an_attempt(tmp_path: Pat
     target = f"file://{tmp_path}/channel"
     write_full(tmp_path / "dirs" / "v7", model(1))
     arguments = ["relay", f"weight_v+file://{tmp_path}/dirs", target, "--once", "--json"]
-    killed(arguments, "deltasync.publish.acquire._Opener.open")
+    killed(arguments, "deltasync.opening.acquire._Opener.open")
     with Publisher(target, dtype="keep") as publisher:
         publisher.publish(model().items(), step=3).wait()
     with pytest.raises(ChannelInUseError, match="was not made from"):

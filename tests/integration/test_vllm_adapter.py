@@ -17,8 +17,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config, TrainerCallback
 
 from deltasync import Publisher
-from deltasync.channel import heartbeat
-from deltasync.channel.adapter_base import FILE, AdapterBase
+from deltasync.opening.adapter_base import FILE, AdapterBase
+from deltasync.serve import heartbeat
 from deltasync.tensors.bits import bits_of
 from tests.integration.expected_tokens import NEARLY, greedy, shortfall
 from tests.integration.trainers import make_trainer, run_id

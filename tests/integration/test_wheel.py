@@ -107,7 +107,7 @@ def test_the_wheel_holds_the_packages_and_nothing_else(wheel: Path) -> None:
     assert files == {
         "deltasync/_native.abi3.so",
         "vllm_plugin/page.html",
-        *(f"deltasync/dashboard/{name}" for name in ("page.html", "page.css", "page.js", "charts.js")),
+        *(f"deltasync/ops/dashboard/{name}" for name in ("page.html", "page.css", "page.js", "charts.js")),
         *(f"{package}/py.typed" for package in packages),
     }
     rooms = {name.split("/")[1] for name in names if name.startswith("deltasync/") and name.count("/") > 1}

@@ -22,11 +22,11 @@ from transformers import (
 )
 
 from deltasync import Replica, open_store
-from deltasync.channel import heartbeat
 from deltasync.channel.documents import VersionId
-from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import DeltaSyncError
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores import Store
 from demo import model as demo_model
 from trl_callback import DeltaSyncCallback

@@ -38,7 +38,7 @@ from tests.integration.layouts import CASES, follow
 from tests.integration.vllm_server import save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.load.layers import keep_weights_addressable, note_models
-from deltasync.following.shards import Client, ShardsTarget
+from deltasync.serve.shards import Client, ShardsTarget
 from vllm_plugin.pauses import open_follow
 
 

@@ -28,7 +28,7 @@ def reach(step: str) -> None:
 
 def _patch_driver() -> None:
     """Once vLLM has loaded the plugin."""
-    while (target := getattr(sys.modules.get("deltasync.following.shards"), "ShardsTarget", None)) is None:
+    while (target := getattr(sys.modules.get("deltasync.serve.shards"), "ShardsTarget", None)) is None:
         time.sleep(0.01)
     commit = target._exchanged
 

@@ -24,7 +24,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from deltasync import Publisher, Replica, maintenance, open_store
+from deltasync import Publisher, Replica, open_store, ops
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
@@ -160,7 +160,7 @@ class Trainer:
             log._head.submit(int).result(PATIENCE_S)
 
         with (
-            mock.patch("deltasync.publish.compact._LEAST_BETWEEN", 1),
+            mock.patch("deltasync.ops.compactor._LEAST_BETWEEN", 1),
             mock.patch.object(Log, "_follow_with_head", follow_and_wait),
             mock.patch("deltasync.publish.encode.INLINE_BYTES", 0) if self.parts else contextlib.nullcontext(),
         ):
@@ -255,7 +255,7 @@ def assert_sound(root: Path) -> None:
     if not versions:
         return
     reader = ChannelReader(open_store(f"file://{root}"))
-    report = maintenance.check(reader, read_data=True)
+    report = ops.check(reader, read_data=True)
     assert [str(problem) for problem in report.problems] == []
     for version in versions:
         record = reader.record(version).record
@@ -270,8 +270,8 @@ def assert_sound(root: Path) -> None:
 def assert_nothing_left(root: Path) -> None:
     """After `gc`, there is no file that no document names, but what the last writer may still name."""
     reader = ChannelReader(open_store(f"file://{root}"))
-    maintenance.gc(reader, grace_s=0.0)
-    left = maintenance.gc(reader, grace_s=0.0, dry_run=True)
+    ops.gc(reader, grace_s=0.0)
+    left = ops.gc(reader, grace_s=0.0, dry_run=True)
     assert (left.objects, left.waiting) == ([], [])
 
 

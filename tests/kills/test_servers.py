@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from deltasync.cli.serve import vllm_command
 from deltasync.errors import DeltaSyncError
+from deltasync.ops.cli.serve import vllm_command
 from demo.processes import Child, get_json
 from demo.run import free_port
 from tests.integration.expected_tokens import greedy

@@ -18,16 +18,16 @@ from deltasync import Publisher, Replica, codec, kernels, open_store
 from deltasync.codec import tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.errors import CorruptDataError
-from deltasync.live import accelerator
+from deltasync.gpu import accelerator
+from deltasync.gpu.delta import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
 from deltasync.publish import encode
 from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
-from deltasync.tensors.device import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
 from tests import deltas
 from tests.interpreter import DEVICE, INTERPRETED, RUNS
 
 if RUNS:
-    from deltasync.codec import device as on_device
+    from deltasync.gpu import codec as on_device
     from deltasync.publish.encode import DeviceCoder
 
 pytestmark = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")
@@ -49,7 +49,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"TILE": 40, "SMALL": 60, "LEAST": 40, "FEW": 1}.items():
         monkeypatch.setattr(tiles, name, value)
     if RUNS:
-        from deltasync.kernels import gpu_classes
+        from deltasync.gpu import classes as gpu_classes
 
         monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 12)
         monkeypatch.setattr(on_device, "MOST_CHANGED", 60)
@@ -167,7 +167,7 @@ def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(vector, "GROUP_CHANGED", 600)
     for constant, value in {"TILE": 1 << 9, "SMALL": 4 << 9, "LEAST": 1 << 8, "FEW": 3}.items():
         monkeypatch.setattr(tiles, constant, value)
-    from deltasync.kernels import gpu_classes
+    from deltasync.gpu import classes as gpu_classes
 
     monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 1200)
     monkeypatch.setattr(gpu_classes, "MOST_COPIED", 1 << 18)

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py run
 if INTERPRETED:
     from triton.runtime.interpreter import GridExecutor
 
-    from deltasync.codec import device as on_device
+    from deltasync.gpu import codec as on_device
     from deltasync.publish.encode import DeviceCoder
     from tests.property.test_device_codec import Case, case
 

@@ -10,19 +10,22 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync.kernels import groups
+from deltasync.gpu import groups
+from deltasync.gpu.delta import DeviceSparse
 from deltasync.kernels.table import Line, Table, Writes
 from deltasync.live import Segment
-from deltasync.tensors.device import DeviceSparse
 from tests.devices import StandIn
 from tests.interpreter import HAS_TRITON, INTERPRETED, run_again
 
 COMPILES = HAS_TRITON and not INTERPRETED
 
 if COMPILES:
-    from deltasync.kernels import gpu_classes, gpu_coder, gpu_diff, gpu_segments
-    from deltasync.kernels.gpu_classes import Bits, Changes
-    from deltasync.kernels.gpu_coder import Streams
+    from deltasync.gpu import classes as gpu_classes
+    from deltasync.gpu import coder as gpu_coder
+    from deltasync.gpu import detect as gpu_diff
+    from deltasync.gpu import segments as gpu_segments
+    from deltasync.gpu.classes import Bits, Changes
+    from deltasync.gpu.coder import Streams
     from deltasync.kernels.rans import Classes
     from tests.triton_compiled import TARGETS, Compiled, compiling
 else:

@@ -16,20 +16,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync.kernels import ACCELERATORS, groups, native, reference
+from deltasync.gpu import groups
+from deltasync.gpu.delta import DeviceDelta
+from deltasync.kernels import ACCELERATORS, native, reference
 from deltasync.publish.detect import Difference
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors import Layout, TensorSpec, index_dtype
 from deltasync.tensors.bits import bits_of
-from deltasync.tensors.device import DeviceDelta
 from tests import strategies as our
 from tests.builders import Compared
 from tests.interpreter import DEVICE, HAS_TRITON, INTERPRETED
 from tests.unit.test_detect import calls_of
 
 if HAS_TRITON:
-    from deltasync.kernels import gpu_diff
-    from deltasync.publish.device_shadow import DeviceShadow
+    from deltasync.gpu import detect as gpu_diff
+    from deltasync.gpu.shadow import DeviceShadow
 
 pytestmark = pytest.mark.gpu
 some = settings(max_examples=10 if INTERPRETED else 200)

@@ -24,7 +24,7 @@ from tests.interpreter import INTERPRETED
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py runs it")
 
 if INTERPRETED:
-    from deltasync.kernels import gpu_segments
+    from deltasync.gpu import segments as gpu_segments
 
 SHAPES = {"a": (40, 24), "bias": (30,), "router": (7, 5), "z": (16, 16)}
 

@@ -24,13 +24,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deltasync.errors import CommitError, StageError
+from deltasync.gpu import devices
+from deltasync.gpu.delta import BLOCK, DeviceDelta, DeviceSparse
+from deltasync.gpu.devices import Device
 from deltasync.kernels import host_segments, reference, table, torch_ops
-from deltasync.live import LiveMemory, Segment, devices, staging
-from deltasync.live.devices import Device
+from deltasync.live import LiveMemory, Segment, staging
 from deltasync.live.staging import Staged
 from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec
 from deltasync.tensors.bits import signed_view
-from deltasync.tensors.device import BLOCK, DeviceDelta, DeviceSparse
 from deltasync.tensors.fingerprint import MASK, tensor_key
 from tests import deltas
 from tests.devices import StandIn, on
@@ -38,7 +39,7 @@ from tests.interpreter import INTERPRETED
 
 KERNELS: list[ModuleType] = [host_segments, torch_ops]
 if INTERPRETED:
-    from deltasync.kernels import gpu_segments
+    from deltasync.gpu import segments as gpu_segments
 
     KERNELS.append(gpu_segments)
 with_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])

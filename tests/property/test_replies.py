@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from deltasync import open_store
+from deltasync.clouds import cloud
+from deltasync.clouds.hub import HubStore
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores import cloud, replies
-from deltasync.stores.hub import HubStore
+from deltasync.stores import replies
 from deltasync.stores.replies import Meaning, meaning
 from tests.http_faults import FaultProxy, status
 from tests.hub.fixtures import HubServer
@@ -117,7 +118,7 @@ def test_a_cloud_holds_to_it(
 
 
 def test_the_hub_holds_to_it(hub: HubServer, hub_channel: HubStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.stores.hub._RETRIES", 0)
+    monkeypatch.setattr("deltasync.clouds.hub._RETRIES", 0)
     hub_channel.put("a", b"1")
     steps = {"read": ("resolve",), "list": ("tree",), "delete": ("batch",), "put": ("batch", "write_token")}
 

@@ -10,13 +10,13 @@ import torch
 from hypothesis import event, given, note
 from hypothesis import strategies as st
 
-from deltasync import maintenance
+from deltasync import ops
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import StoreError
 from deltasync.following import Replica
-from deltasync.maintenance import KeepPolicy
+from deltasync.ops import KeepPolicy
 from deltasync.stores import open_store
 from tests.channels import Made
 from tests.conftest import assert_same_bits
@@ -117,11 +117,11 @@ class Life:
         policy = None if keep is None else KeepPolicy(**keep)
         if keep is not None:
             self.model.keep(**keep)
-        self._crashing(crash, lambda: maintenance.gc(self.reader, policy, grace_s=0))
+        self._crashing(crash, lambda: ops.gc(self.reader, policy, grace_s=0))
         assert self.versions() == sorted(self.model.stored)
 
     def versions(self) -> list[int]:
-        held = maintenance.scan_channel(self.reader)
+        held = ops.scan_channel(self.reader)
         return [slot.version for slot, record in held.records.items() if record is not None and record.is_version]
 
     def _crashing(self, crash: Crash | None, action: Callable[[], object]) -> None:
@@ -149,7 +149,7 @@ class Life:
         stored = sorted(self.model.stored)
         base, version = sorted((stored[base % len(stored)], stored[version % len(stored)]))
         if base < version:
-            maintenance.write_compaction(self.reader, base, version)
+            ops.write_compaction(self.reader, base, version)
             self.model.compactions.add((base, version))
 
     def check(self) -> None:
@@ -165,8 +165,8 @@ class Life:
         """By then there was another writer, so that nobody waits for the files of those before."""
         self.reopen()
         self.publish(1, False, "")
-        maintenance.gc(self.reader, grace_s=0)
-        held = maintenance.scan_channel(self.reader)
+        ops.gc(self.reader, grace_s=0)
+        held = ops.scan_channel(self.reader)
         found = [record for record in (*held.records.values(), *held.shortcuts.values()) if record is not None]
         named = {file.key for record in found for file in record.files}
         left = {info.key for prefix in (keys.PARTS, keys.ANCHORS) for info in self.store.list(prefix)}
@@ -174,7 +174,7 @@ class Life:
         assert last is not None
         ahead = {key for key in left if (of := keys.file_of(key)) and of.epoch == last.epoch and of.version > last.version}
         assert left - ahead == named
-        report = maintenance.check(self.reader, read_data=True)
+        report = ops.check(self.reader, read_data=True)
         assert report.problems == []
         assert report.proven == sorted(self.model.stored)
         assert not list(self.store.list("probe/"))

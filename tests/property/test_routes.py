@@ -14,14 +14,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltasync import Publisher, Replica, maintenance, open_store
+from deltasync import Publisher, Replica, open_store, ops
 from deltasync.channel import payloads
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import LiveWeights
 from deltasync.kernels import native, reference
 from deltasync.live import LiveMemory, Segment, Union, model_fingerprint
-from deltasync.maintenance import KeepPolicy
+from deltasync.ops import KeepPolicy
 from deltasync.stores import Store
 from deltasync.tensors import TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, int_view, tensor_of
@@ -108,7 +108,7 @@ def by_following(store: Store, count: int, between: int) -> dict[str, Proof]:
 def by_compaction(store: Store, count: int, base: int, codec: str) -> Proof:
     """By one compaction from a version before; the deltas that it covers are not looked at."""
     reader = ChannelReader(store)
-    compaction = maintenance.write_compaction(reader, base, count, codec_name=codec)
+    compaction = ops.write_compaction(reader, base, count, codec_name=codec)
     memory, tensors = LiveMemory.on_host(reader.specs)
     memory.audit()
     follower = LiveWeights(reader, memory)
@@ -122,7 +122,7 @@ def by_restart(store: Store, count: int, before: int) -> Proof:
     """By a replica that wrote down what it had as a checkpoint, and starts from that."""
     with tempfile.TemporaryDirectory() as folder:
         saved = Path(folder) / "saved"
-        maintenance.export(ChannelReader(store), before, saved)
+        ops.export(ChannelReader(store), before, saved)
         replica = Replica(store)
         replica.load(saved)
         assert replica.sync() == count
@@ -153,7 +153,7 @@ def by_reference_kernels(store: Store, count: int) -> Proof:
 def by_copy(store: Store, count: int) -> tuple[Proof, Proof]:
     """By a copy of the channel in a directory: a replica's, and that of a reader written from docs/format.md alone."""
     with tempfile.TemporaryDirectory() as folder:
-        maintenance.copy(ChannelReader(store), open_store(f"file://{folder}"))
+        ops.copy(ChannelReader(store), open_store(f"file://{folder}"))
         model = independent_reader.Channel(Path(folder)).read(count)
         bits = {name: found for name, (_, _, found) in model.items()}
         total = total_of({name: independent_reader.fingerprint(name, found) for name, found in bits.items()})
@@ -165,8 +165,8 @@ def by_copy(store: Store, count: int) -> tuple[Proof, Proof]:
 def by_what_is_left(store: Store, count: int) -> Proof:
     """By a replica, once all other versions are forgotten and their bytes deleted."""
     reader = ChannelReader(store)
-    maintenance.gc(reader, KeepPolicy(last=1))
-    maintenance.gc(ChannelReader(store), grace_s=0.0)
+    ops.gc(reader, KeepPolicy(last=1))
+    ops.gc(ChannelReader(store), grace_s=0.0)
     replica = Replica(store)
     assert replica.sync() == count
     return of_replica(replica)

@@ -26,7 +26,7 @@ from tests.interpreter import DEVICE, HAS_TRITON, INTERPRETED, RUNS
 
 KERNELS: list[ModuleType] = [host_segments, torch_ops] if DEVICE == "cpu" else [torch_ops]
 if HAS_TRITON:
-    from deltasync.kernels import gpu_segments
+    from deltasync.gpu import segments as gpu_segments
 
     if RUNS:
         KERNELS.append(gpu_segments)

@@ -14,14 +14,14 @@ from hypothesis import strategies as st
 from deltasync import codec
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import native
-from deltasync.publish.compact import Steps
+from deltasync.ops.compactor import Steps
 from deltasync.publish.detect import Difference
 from deltasync.publish.shadow import Shadow, Snapshot
-from deltasync.publish.source import check_coverage
-from deltasync.ranks.ranks import Range
 from deltasync.tensors import Delta, TensorSpec, fingerprint
 from deltasync.tensors.bits import tensor_of
 from deltasync.tensors.delta import joined, merge
+from deltasync.trainer.ranks import Range
+from deltasync.trainer.source import check_coverage
 from tests import deltas, strategies
 
 Bits = dict[str, np.ndarray]

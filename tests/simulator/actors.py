@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from deltasync import Publisher, Replica, follow
-from deltasync.channel import heartbeat, keys
+from deltasync.channel import keys
 from deltasync.errors import ConfigError, DeltaSyncError, FencedError, PublishLostError, StoreError
 from deltasync.kernels import native
-from deltasync.maintenance import gc
-from deltasync.maintenance.checks import check
-from deltasync.maintenance.relay import Relay
-from deltasync.maintenance.repairs import repair, source_of
-from deltasync.maintenance.retention import KeepPolicy
-from deltasync.publish.stream import TensorRange
+from deltasync.ops import gc
+from deltasync.ops.checks import check
+from deltasync.ops.relay import Relay
+from deltasync.ops.repairs import repair, source_of
+from deltasync.ops.retention import KeepPolicy
+from deltasync.serve import heartbeat
+from deltasync.trainer.stream import TensorRange
 from tests.simulator.forgeries import forged
 from tests.simulator.group import Group, KeyStore
 from tests.simulator.scheduler import Process, Thread

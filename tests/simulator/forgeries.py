@@ -12,10 +12,10 @@ import msgspec
 
 from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import EpochDocument, Head, Record, VersionId
-from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.keys import Slot
 from deltasync.channel.signing import Signer
 from deltasync.errors import FormatError
+from deltasync.serve.heartbeat import Heartbeat
 
 _FAR = "999999-ffffffff"
 

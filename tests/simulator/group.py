@@ -1,4 +1,4 @@
-"""Ranks of a sharded trainer: what `deltasync.ranks` sees of torch.distributed, over simulated messages."""
+"""Ranks of a sharded trainer: what `deltasync.trainer` sees of torch.distributed, over simulated messages."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Gloo:
 
 
 class Distributed:
-    """What `deltasync.ranks` sees as the module `torch.distributed`."""
+    """What `deltasync.trainer` sees as the module `torch.distributed`."""
 
     ProcessGroup, ProcessGroupGloo = Group, Gloo
 
@@ -121,8 +121,8 @@ class Distributed:
 
 @contextlib.contextmanager
 def simulated() -> Iterator[None]:
-    """Show `deltasync.ranks` these, and no process of this machine."""
-    ranks: Any = importlib.import_module("deltasync.ranks.ranks")
+    """Show `deltasync.trainer` these, and no process of this machine."""
+    ranks: Any = importlib.import_module("deltasync.trainer.ranks")
     shown = {
         "dist": Distributed(),
         "PrefixStore": PrefixStore,

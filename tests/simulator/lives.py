@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from deltasync.channel import keys
-from deltasync.channel.heartbeat import LIVE_S, STOPPED, Heartbeat
+from deltasync.serve.heartbeat import LIVE_S, STOPPED, Heartbeat
 from tests.simulator.scheduler import Process
 
 if TYPE_CHECKING:

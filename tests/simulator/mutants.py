@@ -128,26 +128,26 @@ MUTANTS = {
         "s3 rival",
     ),
     "whether a store decides is not tried": Mutant(
-        "deltasync.publish.acquire",
+        "deltasync.opening.acquire",
         "if decides(self._store, key):",
         "if self._store.can_create:",
         "ignores rival",
     ),
-    "a lease does not settle": Mutant("deltasync.publish.acquire", "self._lease.wait(claimed_s)", "pass", "hub rival late"),
+    "a lease does not settle": Mutant("deltasync.opening.acquire", "self._lease.wait(claimed_s)", "pass", "hub rival late"),
     "a newer epoch fences nobody": Mutant(
         "deltasync.publish.log", "if newest > self.epoch and self._is_opening(newest):", "if False:", "hub rival"
     ),
     "a log is not sealed": Mutant(
-        "deltasync.publish.acquire",
+        "deltasync.opening.acquire",
         "self._store.create(slot.key, data)",
         "pass",
         "s3 rival",
     ),
     "the digest of one read is believed": Mutant(
-        "deltasync.publish.acquire", "seen = {version.sha256}", "return end", "s3 rival damaged"
+        "deltasync.opening.acquire", "seen = {version.sha256}", "return end", "s3 rival damaged"
     ),
     "two epochs have one number": Mutant(
-        "deltasync.publish.acquire", "keys.new_epoch(1 + max(", "keys.new_epoch(1 + 0 * max(", "s3 rival"
+        "deltasync.opening.acquire", "keys.new_epoch(1 + max(", "keys.new_epoch(1 + 0 * max(", "s3 rival"
     ),
     "a pending version is forgotten": Mutant(
         "deltasync.publish.log",
@@ -168,14 +168,14 @@ MUTANTS = {
         "deltasync.publish.log", "self._attempts[version] = self.attempt(version) + 1", "pass", "after parts once"
     ),
     "a compaction names a base that its steps do not start from": Mutant(
-        "deltasync.publish.compact",
+        "deltasync.ops.compactor",
         "or base.record.version != frozen.base:",
         ":",
         "s3 compacts anchors stale",
         at_night=True,
     ),
     "steps since an anchor are left out of compactions": Mutant(
-        "deltasync.publish.compact",
+        "deltasync.ops.compactor",
         "                self._marked[1].append(delta)\n",
         "                pass\n",
         "compacts anchors",
@@ -191,7 +191,7 @@ MUTANTS = {
     ),
     # ranks
     "a rank that is lost is waited for": Mutant(
-        "deltasync.ranks.ranks",
+        "deltasync.trainer.ranks",
         "(silent_s := time.monotonic() - seen[rank][1]) > min(",
         "(silent_s := 0.0) > min(",
         "job kill",
@@ -204,43 +204,43 @@ MUTANTS = {
         "job parts",
     ),
     "fingerprints of one rank count": Mutant(
-        "deltasync.ranks.ranks",
+        "deltasync.trainer.ranks",
         "for each in said)\n            return _encoded(sum(found",
         "for each in said[:1])\n            return _encoded(sum(found",
         "job",
     ),
     # maintenance
     "bases are forgotten": Mutant(
-        "deltasync.maintenance.retention",
+        "deltasync.ops.retention",
         "            if self.has_anchor(at):\n                return",
         "            return",
         "forgets keeper",
     ),
     "files that records name are deleted": Mutant(
-        "deltasync.maintenance.retention", "if info.key not in references]", "]", "forgets keeper parts"
+        "deltasync.ops.retention", "if info.key not in references]", "]", "forgets keeper parts"
     ),
     "a relay copies records without files": Mutant(
-        "deltasync.maintenance.relay",
+        "deltasync.ops.relay",
         "chain if all([self._copy_files(stored) for stored in chain]) else None",
         "chain",
         "relay damaged parts",
     ),
     "a relay stores channel.json as it arrived": Mutant(
-        "deltasync.maintenance.copies",
+        "deltasync.ops.copies",
         "        source.read_channel_again()\n        return source.channel_data\n",
         "        return source.store.read(item.key, limits.CHANNEL_BYTES)\n",
         "relay signed damaged",
         at_night=True,
     ),
     "gc ignores heartbeats": Mutant(
-        "deltasync.maintenance.retention",
+        "deltasync.ops.retention",
         "served = _served(reader, held, clock, max(grace_s, heartbeat.LIVE_S))",
         "served = set[Slot]()",
         "mild long brief forgets keeper follower0 pinned",
         at_night=True,
     ),
     "a pin that a heartbeat names is not kept": Mutant(
-        "deltasync.maintenance.retention",
+        "deltasync.ops.retention",
         "for number in (pinned, beat.version) if number in numbered)\n"
         "            found.update(() if beat.serving is None else {beat.serving.slot})",
         "for number in ())",
@@ -248,20 +248,20 @@ MUTANTS = {
         at_night=True,
     ),
     "gc measures ages with its machine's clock": Mutant(
-        "deltasync.maintenance.retention",
+        "deltasync.ops.retention",
         "now_s = max(clock.now_s, time.time()) if dry_run else clock.now_s",
         "now_s = time.time()",
         "mild long brief forgets keeper follower0 clocks",
         at_night=True,
     ),
     "gc writes before it frees": Mutant(
-        "deltasync.maintenance.retention",
+        "deltasync.ops.retention",
         "        clock.measure()\n",
         "        clock.measure()\n    store.put(keys.probe(keys.new_author()), b'a plan')\n",
         "full forgets keeper",
     ),
     "seals are forgotten": Mutant(
-        "deltasync.maintenance.retention",
+        "deltasync.ops.retention",
         "(record.is_version if record is not None else last[slot.epoch] != slot)",
         "True",
         "long brief forgets keeper rival s3",
@@ -287,28 +287,28 @@ MUTANTS = {
         "writer receipts",
     ),
     "a replica that does not move is not waited for": Mutant(
-        "deltasync.channel.heartbeat",
+        "deltasync.serve.heartbeat",
         "if live and not lagging:",
         "if live and len(lagging) < len(live):",
         "mild acks follower0 follower1",
         at_night=True,
     ),
     "one replica is heard": Mutant(
-        "deltasync.channel.heartbeat",
+        "deltasync.serve.heartbeat",
         "recent = {key: known for key, known in sorted(self._known.items()) if self._age_s(known) <= within_s}",
         "recent = {key: known for key, known in sorted(self._known.items())[:1] if self._age_s(known) <= within_s}",
         "mild acks follower0 follower1",
         at_night=True,
     ),
     "heartbeats are aged by the trainer's clock": Mutant(
-        "deltasync.channel.heartbeat",
+        "deltasync.serve.heartbeat",
         "return max(now_s - known.since_s, min(age_s, now_s - known.until_s))",
         "return time.time() - modified_s",
         "mild long acks follower0 clocks forgets",
         at_night=True,
     ),
     "a replica that a listing leaves out is forgotten": Mutant(
-        "deltasync.channel.heartbeat",
+        "deltasync.serve.heartbeat",
         "if self._age_s(self._known[key]) > LIVE_S:",
         "if True:",
         "mild acks follower0 follower1 stale",
@@ -341,21 +341,21 @@ MUTANTS = {
         at_night=True,
     ),
     "records are forgotten oldest first": Mutant(
-        "deltasync.maintenance.retention",
+        "deltasync.ops.retention",
         "keys=[key for *_, key in sorted(order, reverse=True)],",
         "keys=[key for *_, key in sorted(order)],",
         "long brief forgets keeper kill",
         at_night=True,
     ),
     "there is no grace": Mutant(
-        "deltasync.maintenance.retention",
+        "deltasync.ops.retention",
         "since_s = math.inf if grace_s <= 0 else now_s - grace_s",
         "since_s = math.inf",
         "mild long brief forgets keeper",
         at_night=True,
     ),
     "versions are acknowledged by number": Mutant(
-        "deltasync.channel.heartbeat", "published.get(serving.version) == serving.sha256", "True", "outsider acks"
+        "deltasync.serve.heartbeat", "published.get(serving.version) == serving.sha256", "True", "outsider acks"
     ),
 }
 """Planted faults by name."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from deltasync.channel import heartbeat
+from deltasync.serve import heartbeat
 from tests.simulator.mutants import MUTANTS, QUICK, planted
 from tests.simulator.scheduler import Scheduler, Stuck
 from tests.simulator.shown import kept_by, shown

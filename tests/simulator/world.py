@@ -24,10 +24,10 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
 from deltasync.errors import DeltaSyncError, FencedError, UnsupportedFormatError
 from deltasync.following import loop
-from deltasync.maintenance import gc
-from deltasync.maintenance.checks import check
-from deltasync.maintenance.retention import KeepPolicy
-from deltasync.publish import compact, encode
+from deltasync.ops import compactor, gc
+from deltasync.ops.checks import check
+from deltasync.ops.retention import KeepPolicy
+from deltasync.publish import encode
 from deltasync.stores import Store
 from deltasync.stores.cache import CachedStore
 from deltasync.tensors.bits import bits_of
@@ -134,13 +134,13 @@ class World:
             grace_s=self._chosen((120.0, 600.0), ("brief", None)),
         )
         self.disk.lives = Lives(self.disk, self.retention.grace_s)
-        compact._LEAST_BETWEEN, loop.AUDIT_S = 2, 600.0
+        compactor._LEAST_BETWEEN, loop.AUDIT_S = 2, 600.0
         self.codec = self._chosen(("packed", "context"), ("packed", "context"))
         self.anchor_every = self._chosen((3, 8, 1 << 30), ("anchors", None, None))
         self.retries = self._chosen((0, 1, 6), ("once", None, None))
         self.folder, self.cache = folder, folder / "cache"
         self.cache.mkdir(mode=0o700)
-        for module in (encode, compact):  # so that some versions have parts
+        for module in (encode, compactor):  # so that some versions have parts
             module.INLINE_BYTES = self._chosen((1 << 20, 300), (None, "parts"))
         encode.GROUP_CHANGED = 150
         self.signer, self.theirs = (self._key(name) for name in ("key", "theirs"))

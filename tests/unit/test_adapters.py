@@ -13,11 +13,11 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deltasync import Publisher
-from deltasync.channel.adapter_base import FILE, AdapterBase
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.following import Follow, Status
-from deltasync.following.engine import open_reader
+from deltasync.opening.adapter_base import FILE, AdapterBase
+from deltasync.serve.engine import open_reader
 from tests.conftest import assert_same_bits
 from vllm_plugin import adapters
 from vllm_plugin.adapters import AdapterTarget
@@ -98,7 +98,7 @@ def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [
         record.message
         for record in caplog.records
-        if record.levelname == "WARNING" and record.name != "deltasync.publish.start"
+        if record.levelname == "WARNING" and record.name != "deltasync.opening.start"
     ]
 
 

@@ -18,7 +18,7 @@ from deltasync.channel import keys, signing
 from deltasync.channel.documents import Delta
 from deltasync.config import ReplicaSettings
 from deltasync.errors import StoreError
-from deltasync.following.metrics import Metrics
+from deltasync.serve.metrics import Metrics
 from tests import driving
 from tests.docs.pages import ROOT
 from tests.driving import PATIENCE_S, Driver, Engine, Trainer, until, value
@@ -121,7 +121,7 @@ def test_what_a_stuck_replica_shows(
     state = re.findall("`([a-z]+)`", shown)[0]
     named = next((name for name in re.findall(r"\w+Error", shown) if hasattr(errors, name)), None)
     store, registry = FaultyStore(open_store(memory_url)), CollectorRegistry()
-    monkeypatch.setattr("deltasync.following.engine.open_failover", lambda _: store)
+    monkeypatch.setattr("deltasync.serve.engine.open_failover", lambda _: store)
     settings: dict[str, Any] = {"channel": memory_url, "replica_id": "unit", "poll_interval_s": 0.02}
     signer = None
     if symptom.startswith("the trainer signs"):

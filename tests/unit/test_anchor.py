@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deltasync import Publisher, Replica, errors, limits, maintenance
+from deltasync import Publisher, Replica, errors, limits, ops
 from deltasync.channel import anchors
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError
@@ -101,7 +101,7 @@ def test_subfolders_arrive_in_anchors_and_exports(tmp_path: Path, memory_url: st
     write_all(tmp_path / "model", *KEPT)
     with Publisher(memory_url, model_files=tmp_path / "model") as publisher:
         publisher.publish({"weight": torch.ones(4)}.items()).wait(60)
-    maintenance.export(ChannelReader(open_store(memory_url)), None, tmp_path / "out")
+    ops.export(ChannelReader(open_store(memory_url)), None, tmp_path / "out")
     files = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
     assert files == {*KEPT, "model.safetensors"}
     assert all((tmp_path / "out" / name).read_text() == name for name in KEPT)

@@ -12,11 +12,11 @@ import torch
 from click.testing import CliRunner, Result
 from safetensors.torch import save_file
 
-from deltasync import Publisher, maintenance, open_store
+from deltasync import Publisher, open_store, ops
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
 from deltasync.errors import ConfigError
+from deltasync.ops.cli import main
 from deltasync.tensors.bits import bits_of
 from tests.answers import Answers
 
@@ -63,7 +63,7 @@ def test_zeros_and_nans_are_compared_as_bits(memory_url: str, tmp_path: Path) ->
 
 
 def test_a_directory_another_shape_and_what_is_not_there(url: str, tmp_path: Path) -> None:
-    maintenance.export(ChannelReader(open_store(url)), 2, tmp_path / "same", shard_bytes=16)
+    ops.export(ChannelReader(open_store(url)), 2, tmp_path / "same", shard_bytes=16)
     assert (tmp_path / "same/model.safetensors.index.json").exists()
     assert against(url, tmp_path / "same").exit_code == 0
     (tmp_path / "other").mkdir()
@@ -107,7 +107,7 @@ def test_a_server_is_compared_at_the_version_that_it_serves(url: str, server: tu
     done = against(url, place)
     assert done.exit_code == 8 and "b.weight: The sha256 of its bits differs." in done.stdout
     with pytest.raises(ConfigError, match="serves version 1, not 2"):
-        maintenance.compare(ChannelReader(open_store(url)), place, 2)
+        ops.compare(ChannelReader(open_store(url)), place, 2)
 
 
 def test_a_server_without_a_version(url: str, server: tuple[str, dict[str, Any]]) -> None:

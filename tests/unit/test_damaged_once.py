@@ -15,7 +15,7 @@ from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import DeltaSyncError
 from deltasync.following import cursor
-from deltasync.maintenance import check, copy
+from deltasync.ops import check, copy
 from deltasync.stores import open_store
 from deltasync.stores.base import Store, WrappedStore
 from tests.faults import FaultyStore

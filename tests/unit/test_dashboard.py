@@ -15,17 +15,18 @@ import torch
 from click.testing import CliRunner
 from rich.console import Console
 
-from deltasync import Publisher, codec, maintenance, open_store
-from deltasync.channel import heartbeat, keys, payloads
-from deltasync.channel.heartbeat import Heartbeat
+from deltasync import Publisher, codec, open_store, ops
+from deltasync.channel import keys, payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.cli import watch
 from deltasync.config import Retention
-from deltasync.dashboard import Observer, PageServer, page
 from deltasync.errors import ConfigError, NotPublishedError, TransientStoreError
-from deltasync.maintenance import KeepPolicy
-from deltasync.maintenance.heat import layer_of
+from deltasync.ops import KeepPolicy
+from deltasync.ops.cli import watch
+from deltasync.ops.dashboard import Observer, PageServer, page
+from deltasync.ops.heat import layer_of
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from tests.builders import finish_maintenance
 from tests.channels import RUN, filled, states_of
 from tests.faults import FOREVER, FaultyStore
@@ -151,7 +152,7 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
                 for name, changed in delta.counts().items():
                     counts[layer_of(name)] += changed
             expected[version] = list(counts.values())
-    monkeypatch.setattr("deltasync.channel.ranges._HEADER_BYTES", 200)  # shorter than a header
+    monkeypatch.setattr("deltasync.opening.ranges._HEADER_BYTES", 200)  # shorter than a header
     observer = Observer(store, heat=4)
     observer.refresh()
     assert ranges(store) == 0
@@ -200,12 +201,12 @@ def settle(publisher: Publisher, store: FaultyStore) -> None:
 def test_what_is_forgotten_meanwhile(
     publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
+    monkeypatch.setattr("deltasync.ops.dashboard.observe._LIST_EVERY_S", 0.0)
     publish(publisher, weights, 9)
     publisher.close()
     observer = Observer(store)
     before = observer.refresh()
-    maintenance.gc(ChannelReader(store.inner), KeepPolicy(last=2), grace_s=0)
+    ops.gc(ChannelReader(store.inner), KeepPolicy(last=2), grace_s=0)
     found = observer.refresh()
     assert (found.forgotten, [row.version for row in found.versions]) == (6, [7, 8, 9])
     assert found.stored_bytes < before.stored_bytes
@@ -306,7 +307,7 @@ def test_damage_is_told_and_the_rest_shown(
     assert [slots[number] in problem for number, problem in zip((2, 3, 4), found.problems, strict=True)] == [True] * 3
     assert [change["problem"] for change in watch.changes(None, found) if change["event"] == "problem"] == found.problems
     store.heal()
-    monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
+    monkeypatch.setattr("deltasync.ops.dashboard.observe._LIST_EVERY_S", 0.0)
     healed = observer.refresh()
     assert [row.version for row in healed.versions] == [1, 2, 3, 4]
     assert healed.problems == found.problems[1:]
@@ -316,7 +317,7 @@ def test_damage_is_told_and_the_rest_shown(
 def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.dashboard.observe._LIST_EVERY_S", 0.0)
+    monkeypatch.setattr("deltasync.ops.dashboard.observe._LIST_EVERY_S", 0.0)
     channel, versions = filled(store.inner, states_of(50, 5))
     observer = Observer(store)
     before = observer.refresh()

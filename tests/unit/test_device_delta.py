@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from deltasync.gpu.delta import BLOCK, DeviceDelta, DeviceSparse
 from deltasync.tensors import Layout, TensorSpec
-from deltasync.tensors.device import BLOCK, DeviceDelta, DeviceSparse
 
 
 def sparse(base_B: list[int], held_B: list[list[int]]) -> DeviceSparse:

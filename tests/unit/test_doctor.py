@@ -13,13 +13,14 @@ import torch
 from click.testing import CliRunner
 
 from deltasync import Publisher, open_store
-from deltasync.channel import heartbeat, keys
-from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
 from deltasync.errors import StoreError
-from deltasync.maintenance import doctor
-from deltasync.maintenance.doctor import Finding
+from deltasync.ops import doctor
+from deltasync.ops.cli import main
+from deltasync.ops.doctor import Finding
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from tests.faults import FOREVER, FaultyStore
 
 STORE_CHECKS = ["list", "write", "read", "clock", "create", "speed", "delete"]
@@ -77,7 +78,7 @@ def test_a_store_that_gives_other_bytes_fails(store: FaultyStore) -> None:
 @pytest.mark.parametrize(("off_s", "side"), [(60, "ahead of"), (-60, "behind")])
 def test_a_clock_that_is_off_is_told(store: FaultyStore, monkeypatch: pytest.MonkeyPatch, off_s: float, side: str) -> None:
     now = time.time
-    monkeypatch.setattr("deltasync.maintenance.doctor.time.time", lambda: now() + off_s)
+    monkeypatch.setattr("deltasync.ops.doctor.time.time", lambda: now() + off_s)
     clock = examined(store)["clock"]
     assert clock.state == "warning"
     assert re.search(rf"clock is (59|60|61) s {side} the store's", clock.found)

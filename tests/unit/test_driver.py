@@ -19,7 +19,7 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from deltasync import Publisher, open_store
-from deltasync.channel import heartbeat, signing
+from deltasync.channel import signing
 from deltasync.config import ReplicaSettings
 from deltasync.errors import (
     ApplyError,
@@ -30,9 +30,10 @@ from deltasync.errors import (
     TransientStoreError,
 )
 from deltasync.following import Commit, Follow
-from deltasync.following.engine import Failure
-from deltasync.following.metrics import Metrics
-from deltasync.following.requests import token_matches
+from deltasync.serve import heartbeat
+from deltasync.serve.engine import Failure
+from deltasync.serve.metrics import Metrics
+from deltasync.serve.requests import token_matches
 from tests import driving
 from tests.driving import PATIENCE_S, Driver, Engine, Trainer, following, serving, until, value
 from tests.faults import flipped
@@ -247,7 +248,7 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
             patch.setattr(driver.cursor, "next", Mock(side_effect=StoreError("The store does not answer.")))
             assert await looks() == []
             assert driver.status().state == "failed"
-        monkeypatch.setattr("deltasync.following.shards._SURE_S", 0.0)
+        monkeypatch.setattr("deltasync.serve.shards._SURE_S", 0.0)
         assert await looks() == [("settled",)] * 3
 
     asyncio.run(body())
@@ -284,7 +285,7 @@ def test_a_workers_error_keeps_its_class() -> None:
 
 def test_metrics_reach_the_other_api_processes_of_a_server(tmp_path: Any) -> None:
     write = """
-from deltasync.following.metrics import Metrics
+from deltasync.serve.metrics import Metrics
 from types import SimpleNamespace
 metrics = Metrics()
 metrics.stepped(SimpleNamespace(version=5, newest=7, stuck_s=0.5))

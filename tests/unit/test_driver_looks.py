@@ -14,9 +14,10 @@ import torch
 from prometheus_client import CollectorRegistry
 
 from deltasync import limits, open_store
-from deltasync.channel import heartbeat, keys
+from deltasync.channel import keys
 from deltasync.config import ReplicaSettings
-from deltasync.following.metrics import Metrics
+from deltasync.serve import heartbeat
+from deltasync.serve.metrics import Metrics
 from tests import driving
 from tests.driving import PATIENCE_S, Driver, Engine, Trainer, serving, until
 from tests.faults import FaultyStore, flipped
@@ -30,7 +31,7 @@ Scene = Callable[[Driver], Coroutine[Any, Any, None]]
 def store(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultyStore]:
     """The store of driver, worker and trainer."""
     store = FaultyStore(open_store(memory_url))
-    monkeypatch.setattr("deltasync.following.engine.open_failover", lambda _: store)
+    monkeypatch.setattr("deltasync.serve.engine.open_failover", lambda _: store)
     yield store
     store.heal()
 

@@ -6,7 +6,7 @@ import re
 from deltasync import errors
 from deltasync.ending import Terminated
 from deltasync.errors import DeltaSyncError
-from deltasync.ranks import ranks
+from deltasync.trainer import ranks
 
 _LINE = re.compile(r"^(?P<lead>[ │├└─]*)(?P<name>[A-Z]\w+)(?: \((?P<also>\w+)\))? +(?P<code>\d+) ")
 

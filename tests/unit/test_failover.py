@@ -15,7 +15,7 @@ from deltasync.channel.documents import Head
 from deltasync.channel.failover import FailoverStore, open_failover
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, NotPublishedError, StoreError
-from deltasync.maintenance import Relay
+from deltasync.ops import Relay
 from deltasync.stores import Store, open_store
 from tests.channels import Made, filled, states_of
 from tests.conftest import assert_same_bits

@@ -22,7 +22,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 
 from deltasync import ModuleReplica, Publisher, follow
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError
-from deltasync.following import kept
+from deltasync.serve import kept
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings(

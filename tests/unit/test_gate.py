@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from deltasync.following.gate import Gate
+from deltasync.serve.gate import Gate
 from tests.waiting import wait_until
 
 

@@ -11,7 +11,7 @@ pytest.importorskip("prometheus_client")
 
 from prometheus_client import CollectorRegistry
 
-from deltasync.following.metrics import Metrics
+from deltasync.serve.metrics import Metrics
 from tests.docs.pages import ROOT, metrics
 
 DASHBOARD = json.loads((ROOT / "deploy/grafana/replicas.json").read_text(encoding="utf-8"))

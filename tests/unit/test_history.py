@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from deltasync import Publisher
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
 from deltasync.errors import ConfigError, MissingVersionError, NotPublishedError
-from deltasync.maintenance import bisect, blame, diff
+from deltasync.ops import bisect, blame, diff
+from deltasync.ops.cli import main
 from deltasync.stores import open_store
 
 VERSIONS = 40

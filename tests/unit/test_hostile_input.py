@@ -19,16 +19,17 @@ import torch
 import zstandard
 
 import deltasync
-from deltasync import Replica, codec, limits, maintenance, open_store
-from deltasync.channel import documents, heartbeat, keys, payloads, record
-from deltasync.channel.checkpoint import load
+from deltasync import Replica, codec, limits, open_store, ops
+from deltasync.channel import documents, keys, payloads, record
 from deltasync.channel.documents import Anchor, Channel, Delta, File, Record, Reference
-from deltasync.channel.heartbeat import Heartbeat, heartbeat_of
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.base import FORMAT, Encoded
 from deltasync.errors import CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, StageError
 from deltasync.live import LiveMemory
+from deltasync.opening.checkpoint import load
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat, heartbeat_of
 from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import Delta as TensorDelta
 from deltasync.tensors import Layout, Sparse, TensorSpec
@@ -118,7 +119,7 @@ def test_a_copy_reads_no_more_than_the_tensors_can_take(channel: Made, memory_ur
     _append(channel, None, "packed", parts=[part])
     opening = channel.put_file(keys.epoch_document("000002-00000000"), b" " * (limits.SMALL_BYTES + 1))
     target = open_store(f"{memory_url}/copy")
-    copied = maintenance.copy(ChannelReader(channel.store), target)
+    copied = ops.copy(ChannelReader(channel.store), target)
     assert {type(problem) for problem in copied.problems} == {CorruptDataError}
     assert any("more than the channel's tensors take" in str(problem) for problem in copied.problems)
     assert any("may have 4096 at most" in str(problem) for problem in copied.problems)

@@ -154,7 +154,7 @@ for name, use in {**uses, **made}.items():
         os._exit(0)
     print("ended", os.waitpid(child, 0)[1], flush=True)
 assert replica.sync() == 3 and following.wait(3) == 3 and publish() == 4
-beats = deltasync.channel.heartbeat.read_all(publisher.store, publisher.run_id)
+beats = deltasync.serve.heartbeat.read_all(publisher.store, publisher.run_id)
 assert {beat.replica_id: beat.state == "stopped" for beat in beats} == {"r": False, "child": True}, beats
 following.close()
 publisher.close()

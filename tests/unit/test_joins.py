@@ -10,15 +10,16 @@ import torch
 from click.testing import CliRunner
 
 from deltasync import Publisher, Replica, open_store
-from deltasync.channel import heartbeat, keys
-from deltasync.channel.heartbeat import Heartbeat
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
 from deltasync.config import ReplicaSettings
 from deltasync.errors import MissingVersionError, NotPublishedError
 from deltasync.following.loop import Follow
 from deltasync.following.replica import MemoryTarget
-from deltasync.maintenance import check_join
+from deltasync.ops import check_join
+from deltasync.ops.cli import main
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores import Store
 
 COMMANDS = [["watch", "--once"], ["watch", "--once", "--json"], ["log"], ["log", "--json"], ["log", "--last", "1"]]

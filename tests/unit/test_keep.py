@@ -12,7 +12,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import PublishLostError
 from deltasync.live import LiveMemory
-from deltasync.maintenance import check
+from deltasync.ops import check
 from tests.builders import assert_holds, finish_maintenance
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
@@ -143,7 +143,7 @@ def test_after_a_version_that_is_lost_compactions_begin_at_the_new_full_weights(
 
 
 def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.publish.compact._LEAST_BETWEEN", 4)
+    monkeypatch.setattr("deltasync.ops.compactor._LEAST_BETWEEN", 4)
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
     states = run(30)
     retention = Retention(keep_last=4, compact_every=3, grace_s=0.0)

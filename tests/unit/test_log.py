@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync import Publisher, codec, maintenance, open_store, tensors
+from deltasync import Publisher, codec, open_store, ops, tensors
 from deltasync.channel import documents, keys, payloads
 from deltasync.channel.documents import Anchor, Delta, EpochDocument, File, Record
 from deltasync.channel.reading import ChannelReader
@@ -174,7 +174,7 @@ class TestSuspended:
         with pytest.raises(FencedError):
             a.publish("never")
         assert history(leased.store) == [first, second.version]
-        assert maintenance.check(ChannelReader(leased.store)).orphans == [fork.key]
+        assert ops.check(ChannelReader(leased.store)).orphans == [fork.key]
         third = leased.script("c").publish("c")
         assert third.record.base == second.version
         assert history(leased.store) == [first, second.version, third.version]

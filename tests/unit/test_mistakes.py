@@ -20,10 +20,11 @@ import torch
 from click.testing import CliRunner
 
 from deltasync import Publisher, Replica, open_store
-from deltasync.channel import heartbeat, keys
+from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main, output
 from deltasync.errors import ConfigError, ModelMismatchError, TransientStoreError
+from deltasync.ops.cli import main, output
+from deltasync.serve import heartbeat
 from deltasync.stores.base import WrappedStore
 from tests.channels import EPOCH
 from tests.unit.test_trainers_server import DEFAULTS, MODEL, Status

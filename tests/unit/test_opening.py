@@ -20,7 +20,7 @@ from deltasync.errors import (
     PublishError,
     UnsupportedFormatError,
 )
-from deltasync.publish.acquire import open_channel
+from deltasync.opening.acquire import open_channel
 from deltasync.publish.log import Lease
 from tests.channels import EPOCH, filled, states_of
 from tests.writers import QUICK, Place, Script, WriterStore, head, history, snapshot

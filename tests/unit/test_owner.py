@@ -10,7 +10,7 @@ import pytest
 from deltasync import Publisher, Replica
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ChannelInUseError, ConfigError, FencedError
-from deltasync.publish.owner import owner_of
+from deltasync.opening.owner import owner_of
 from deltasync.stores import open_store
 from tests import builders
 from tests.conftest import assert_same_bits

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync import Replica, codec, maintenance, open_store
+from deltasync import Replica, codec, open_store, ops
 from deltasync.channel import keys
 from deltasync.channel.documents import Delta
 from deltasync.channel.reading import ChannelReader
@@ -68,8 +68,8 @@ def test_a_tensor_may_be_in_several_payloads(memory_url: str, codec_name: str, p
     replica.sync()
     assert_same_bits(replica.state_dict(), {"w": new})
     reader = ChannelReader(open_store(memory_url))
-    assert maintenance.check(reader, read_data=True).proven == [1, 2]
-    compaction = maintenance.write_compaction(reader, 1, 2, codec_name=codec_name)
+    assert ops.check(reader, read_data=True).proven == [1, 2]
+    compaction = ops.write_compaction(reader, 1, 2, codec_name=codec_name)
     assert compaction.record.delta is not None and compaction.record.delta.changed == 5
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
-from deltasync.following.engine import answer
+from deltasync.serve.engine import answer
 from vllm_plugin.engine import exchange_here
 from vllm_plugin.pauses import OnLoop, Pauses
 from vllm_plugin.versions import LiveVersions

@@ -26,13 +26,14 @@ from safetensors.torch import load
 
 import deltasync
 from deltasync import errors, open_store
-from deltasync.channel import heartbeat, keys
+from deltasync.channel import keys
 from deltasync.channel.documents import sha256_hex
-from deltasync.channel.heartbeat import Heartbeat
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
 from deltasync.codec.base import RECORD, Encoded, read_metadata
 from deltasync.errors import CorruptDataError, DeltaSyncError, get_logger, printable, printable_in, redacted
+from deltasync.ops.cli import main
+from deltasync.serve import heartbeat
+from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores import Store
 from tests.channels import EPOCH, RUN, filled
 

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, FineGrainedFP8Config
 
 from deltasync import Publisher
 from deltasync.errors import ConfigError
-from deltasync.publish.stream import BLOCK, SCALE, TensorRange, fp8_blocks, quantize
+from deltasync.trainer.stream import BLOCK, SCALE, TensorRange, fp8_blocks, quantize
 from demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.integration.trainers import make_trainer, published_bits, tiny_moe

@@ -10,9 +10,10 @@ import torch
 from safetensors.torch import save_file
 
 from deltasync import limits
-from deltasync.channel import anchors, checkpoint, ranges
-from deltasync.channel.ranges import RangedFile
+from deltasync.channel import anchors
 from deltasync.errors import CorruptDataError, ModelMismatchError
+from deltasync.opening import checkpoint, ranges
+from deltasync.opening.ranges import RangedFile
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of, spec_of
 

@@ -14,13 +14,13 @@ from click.testing import CliRunner
 
 from deltasync import Publisher, Replica
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
 from deltasync.errors import CorruptDataError, PublishLostError
 from deltasync.kernels import native, reference
-from deltasync.maintenance import check
+from deltasync.ops import check
+from deltasync.ops.cli import main
 from deltasync.publish import encode
 from deltasync.publish import shadow as shadows
-from deltasync.publish.stream import Stream, TensorRange
+from deltasync.trainer.stream import Stream, TensorRange
 from tests import builders
 from tests.builders import Weights, assert_holds
 

@@ -12,11 +12,10 @@ import safetensors.torch
 import torch
 from click.testing import CliRunner
 
-from deltasync import Publisher, Replica, maintenance, open_store
-from deltasync.channel import checkpoint, documents, keys, payloads
+from deltasync import Publisher, Replica, open_store, ops
+from deltasync.channel import documents, keys, payloads
 from deltasync.channel.documents import Channel
 from deltasync.channel.reading import ChannelReader
-from deltasync.cli import main
 from deltasync.errors import (
     ConfigError,
     CorruptDataError,
@@ -28,7 +27,9 @@ from deltasync.errors import (
 from deltasync.following import Cursor, LiveWeights
 from deltasync.following.cursor import identify
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.maintenance import KeepPolicy
+from deltasync.opening import checkpoint
+from deltasync.ops import KeepPolicy
+from deltasync.ops.cli import main
 from deltasync.stores import Store
 from deltasync.tensors.bits import spec_of
 from tests.builders import assert_holds
@@ -105,7 +106,7 @@ def test_a_checkpoint_that_is_not_the_same_is_refused(memory_url: str, base: Pat
     with pytest.raises((error, MissingVersionError), match=said):
         replica.sync()
     assert replica.version is None
-    report = maintenance.check(ChannelReader(open_store(memory_url)), read_data=True)
+    report = ops.check(ChannelReader(open_store(memory_url)), read_data=True)
     assert report.unproven == [1]
     # It is the checkpoint that is wrong, not the channel: a later anchor helps.
     with Publisher(memory_url, resume=True) as publisher:
@@ -200,7 +201,7 @@ class TestIdentify:
 
 
 def kept(reader: ChannelReader, keep: KeepPolicy) -> list[int]:
-    plan = maintenance.gc(reader, keep, grace_s=0.0, dry_run=True).plan
+    plan = ops.gc(reader, keep, grace_s=0.0, dry_run=True).plan
     assert plan is not None
     return [slot.version for slot in plan.kept]
 
@@ -218,31 +219,31 @@ class TestHousekeeping:
     def test_nothing_is_deleted_that_is_needed_and_what_leads_to_kept_versions_stays(self, url: str) -> None:
         reader = ChannelReader(open_store(url))
         before = stored_keys(reader.store)
-        maintenance.gc(reader, grace_s=0.0)
+        ops.gc(reader, grace_s=0.0)
         assert stored_keys(reader.store) == before
         assert kept(reader, KeepPolicy(anchors=2)) == [1, 6, 7]
         assert kept(reader, KeepPolicy(step_every=3)) == [1, 2, 3, 4, 6, 7]
-        maintenance.gc(reader, KeepPolicy(last=1), grace_s=0.0)
-        assert maintenance.check(ChannelReader(reader.store), read_data=True).problems == []
+        ops.gc(reader, KeepPolicy(last=1), grace_s=0.0)
+        assert ops.check(ChannelReader(reader.store), read_data=True).problems == []
         assert [slot.version for slot, _ in ChannelReader(reader.store).slots()] == [6, 7]
 
     def test_a_copy_refers_to_the_same_checkpoint(self, url: str, memory_url: str) -> None:
-        maintenance.copy(ChannelReader(open_store(url)), open_store(memory_url))
+        ops.copy(ChannelReader(open_store(url)), open_store(memory_url))
         assert stored_keys(open_store(memory_url)) == stored_keys(open_store(url))
         assert_holds(memory_url, weights(), 1)
 
     def test_an_export_takes_config_and_tokenizer_from_the_checkpoint(self, url: str, base: Path, tmp_path: Path) -> None:
         for version in (2, 7):
-            maintenance.export(ChannelReader(open_store(url)), version, tmp_path / f"{version}")
+            ops.export(ChannelReader(open_store(url)), version, tmp_path / f"{version}")
             assert sorted(path.name for path in (tmp_path / f"{version}").iterdir()) == ["config.json", "model.safetensors"]
         shutil.rmtree(base)
-        maintenance.export(ChannelReader(open_store(url)), 7, tmp_path / "without")
+        ops.export(ChannelReader(open_store(url)), 7, tmp_path / "without")
         assert [path.name for path in (tmp_path / "without").iterdir()] == ["model.safetensors"]
 
     def test_compactions_from_the_reference(self, url: str, base: Path) -> None:
         reader = ChannelReader(open_store(url))
-        maintenance.write_compaction(reader, 1, 5)
-        report = maintenance.check(ChannelReader(reader.store), read_data=True)
+        ops.write_compaction(reader, 1, 5)
+        report = ops.check(ChannelReader(reader.store), read_data=True)
         assert (report.problems, report.anchors, report.compactions) == ([], 2, 1)
 
     def test_log_and_show_name_the_checkpoint(self, url: str, base: Path) -> None:

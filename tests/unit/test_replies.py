@@ -12,8 +12,9 @@ import pytest
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError
-from deltasync.following import Commit, Status, replies
-from deltasync.following.replies import answer, server_settings, spans_text, version_headers
+from deltasync.following import Commit, Status
+from deltasync.serve import replies
+from deltasync.serve.replies import answer, server_settings, spans_text, version_headers
 
 WEIGHTS = {"w": np.arange(6, dtype=np.uint16).reshape(2, 3).T}  # not contiguous
 

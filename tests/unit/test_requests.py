@@ -18,13 +18,13 @@ from fastapi import FastAPI, HTTPException
 from fastapi.testclient import TestClient
 
 from deltasync import Publisher, open_store
-from deltasync.channel import heartbeat
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError
-from deltasync.following import Follow, MemoryTarget, calls
-from deltasync.following.routes import Routes
-from deltasync.following.wanted import Wanted, demanded
+from deltasync.following import Follow, MemoryTarget
+from deltasync.serve import calls, heartbeat
+from deltasync.serve.routes import Routes
+from deltasync.serve.wanted import Wanted, demanded
 from tests.faults import FaultyStore
 from tests.waiting import wait_until
 

@@ -11,7 +11,7 @@ import torch
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, ResumeMismatchError
-from deltasync.publish.resumed import versions_at
+from deltasync.opening.resumed import versions_at
 from deltasync.stores.base import WrappedStore
 from tests import builders
 from tests.builders import Weights

@@ -10,8 +10,8 @@ from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, File, Record, VersionId
 from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
-from deltasync.maintenance import KeepPolicy, retention
-from deltasync.maintenance.retention import Contents, References, RetentionPlan
+from deltasync.ops import KeepPolicy, retention
+from deltasync.ops.retention import Contents, References, RetentionPlan
 
 ONE, TWO, THREE = "000001-00000001", "000002-00000002", "000003-00000003"
 TOOL = "000000-0000000a"

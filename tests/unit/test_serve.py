@@ -9,15 +9,15 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from deltasync.cli import main
+from deltasync.ops.cli import main
 
 
 @pytest.fixture
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
     """Command lines and environments that would have been executed."""
     found: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr("deltasync.cli.serve.require_vllm", lambda: None)
-    monkeypatch.setattr("deltasync.cli.serve.check_port", lambda host, port: None)
+    monkeypatch.setattr("deltasync.ops.cli.serve.require_vllm", lambda: None)
+    monkeypatch.setattr("deltasync.ops.cli.serve.check_port", lambda host, port: None)
     monkeypatch.setattr("os.execvpe", lambda _, line, env: found.append((line, env)))
     return found
 

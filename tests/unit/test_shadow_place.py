@@ -10,7 +10,8 @@ import torch
 
 from deltasync import Publisher
 from deltasync.errors import ConfigError
-from deltasync.publish import device_shadow, shadow
+from deltasync.gpu import shadow as device_shadow
+from deltasync.publish import shadow
 from deltasync.tensors import Layout, TensorSpec
 
 GIB = 1 << 30

@@ -11,7 +11,7 @@ from click.testing import CliRunner, Result
 from deltasync import Publisher, open_store
 from deltasync.channel import signing
 from deltasync.channel.signing import Signer
-from deltasync.cli import main
+from deltasync.ops.cli import main
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def keys(tmp_path: Path) -> Path:
 
 
 def test_every_command_that_reads_a_channel_takes_keys(tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("deltasync.cli.serve.require_vllm", lambda: None)
+    monkeypatch.setattr("deltasync.ops.cli.serve.require_vllm", lambda: None)
     url = f"file://{tmp_path}/channel"
     with Publisher(open_store(url), dtype="keep", signing_key=keys / "old") as publisher:
         for value in range(6):

@@ -13,7 +13,7 @@ import pytest
 import vllm_plugin
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
-from deltasync.following import startup
+from deltasync.serve import startup
 
 WRONG = {
     "an empty channel": ({"DELTASYNC_CHANNEL": ""}, "DELTASYNC_CHANNEL='' names no channel, as where a secret is missing"),

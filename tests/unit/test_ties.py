@@ -12,7 +12,7 @@ from deltasync import open_store
 from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import TiedError
-from deltasync.live import derived
+from deltasync.serve import derived
 from deltasync.tensors.bits import bits_of
 from tests.channels import Made
 from tests.driving import runner_of, target_of

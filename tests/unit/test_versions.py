@@ -13,7 +13,7 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from deltasync.errors import AckTimeoutError, DeltaSyncError
-from deltasync.following.wanted import Wanted, demanding
+from deltasync.serve.wanted import Wanted, demanding
 from tests.unit.test_pauses import Engine as Switch
 from tests.unit.test_pauses import pauses_of
 from vllm_plugin import versions

@@ -17,14 +17,14 @@ import torch
 from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CommitError, ConfigError, DeltaSyncError, ModelMismatchError
-from deltasync.following import Cursor, engine
+from deltasync.following import Cursor
 from deltasync.following.cursor import identify
-from deltasync.following.engine import Failure, handed
-from deltasync.following.shard import Shard
 from deltasync.kernels import native
-from deltasync.live import derived, model_fingerprint
-from deltasync.live import plan as plans
-from deltasync.live.plan import LoadPlan
+from deltasync.live import model_fingerprint
+from deltasync.serve import derived, engine, load_plan
+from deltasync.serve.engine import Failure, handed
+from deltasync.serve.load_plan import LoadPlan
+from deltasync.serve.shard import Shard
 from deltasync.tensors import TensorSpec
 from tests import driving as tests_driving
 from tests.channels import Made
@@ -40,7 +40,7 @@ Weights = dict[str, torch.Tensor]
 
 
 def record(model: torch.nn.Module, specs: dict[str, TensorSpec]) -> LoadPlan:
-    return plans.record(model, specs, layers.LOADER)
+    return load_plan.record(model, specs, layers.LOADER)
 
 
 class Model(torch.nn.Module):

@@ -22,10 +22,10 @@ from deltasync.errors import (
     StageError,
 )
 from deltasync.following import Commit
-from deltasync.following.engine import Failure, answer, is_safe
-from deltasync.following.shard import BACKGROUND, CALLS, Done, Shard
-from deltasync.following.shards import ShardsTarget
 from deltasync.live import Union
+from deltasync.serve.engine import Failure, answer, is_safe
+from deltasync.serve.shard import BACKGROUND, CALLS, Done, Shard
+from deltasync.serve.shards import ShardsTarget
 from deltasync.tensors import TensorSpec
 from tests import driving
 from tests.driving import Engine, Trainer, target_of

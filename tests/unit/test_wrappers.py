@@ -12,8 +12,8 @@ from torch import nn
 
 from deltasync import Publisher, Replica
 from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.publish.stream import module_tensors
 from deltasync.tensors.bits import bits_of
+from deltasync.trainer.stream import module_tensors
 from tests.builders import assert_holds
 from tests.conftest import assert_same_bits
 from tests.wrapped import Again, Forwarding, Mute, OnlyDequantized, Scaled

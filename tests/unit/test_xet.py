@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import pytest
 
+from deltasync.clouds import xet
+from deltasync.clouds.xet import Xet
 from deltasync.errors import TransientStoreError
-from deltasync.stores import ObjectInfo, xet
-from deltasync.stores.xet import Xet
+from deltasync.stores import ObjectInfo
 
 
 @pytest.mark.parametrize(

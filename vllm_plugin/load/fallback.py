@@ -17,8 +17,8 @@ import torch
 
 from deltasync.errors import ModelMismatchError
 from deltasync.live import Segment
-from deltasync.live.derived import is_made
-from deltasync.live.plan import LoadPlan, held_tensors
+from deltasync.serve.derived import is_made
+from deltasync.serve.load_plan import LoadPlan, held_tensors
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import cast, int_view
 from vllm_plugin.load.layers import LOADER, prepare_reload

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from deltasync.errors import ModelMismatchError
-from deltasync.following.engine import around
-from deltasync.live import derived, plan
+from deltasync.serve import derived, load_plan
+from deltasync.serve.engine import around
 from vllm_plugin import logger
 
 
@@ -31,7 +31,7 @@ def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: tensor for name in sorted(names) if (tensor := layer._parameters[name]) is not None}
 
 
-LOADER = plan.Loader("vLLM", restore, computed_parameters)
+LOADER = load_plan.Loader("vLLM", restore, computed_parameters)
 """How vLLM loads models."""
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from deltasync import Publisher
-from deltasync.channel import heartbeat, signing
+from deltasync.channel import signing
+from deltasync.serve import heartbeat
 from tests.integration.vllm_server import NO_COMPACTIONS, Server, save_model, serving
 
 

@@ -14,9 +14,10 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from deltasync import Publisher
-from deltasync.channel import documents, heartbeat, keys
+from deltasync.channel import documents, keys
 from deltasync.channel.documents import Head
 from deltasync.following.cursor import REFRESH_S
+from deltasync.serve import heartbeat
 from demo.processes import get_json
 from demo.run import free_port
 from tests.faults import flipped

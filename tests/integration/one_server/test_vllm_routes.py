@@ -21,7 +21,7 @@ from click.testing import CliRunner
 
 from deltasync.channel import documents, record
 from deltasync.channel.signing import Signer
-from deltasync.cli import main
+from deltasync.ops.cli import main
 from tests.browser import browse, needs_browser
 from tests.integration.vllm_server import PATIENCE_S, Server, digests
 

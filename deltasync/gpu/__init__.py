@@ -1,0 +1,3 @@
+"""The same work on an accelerator: deltas, comparison, the codec and segments there, in Triton. A wing of the core."""
+
+__all__ = ["classes", "codec", "coder", "delta", "detect", "devices", "groups", "segments", "shadow"]

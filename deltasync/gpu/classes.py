@@ -1,0 +1,843 @@
+"""The classes of the elements of blocks (`context`) in Triton: places by class and back, for any number of blocks at once.
+
+A block is as in `kernels.native`. Its elements follow each other by *place*, and each 128 of them are a *chunk*. Of each
+class of a block it is counted how many elements lie before each chunk (`Counts`), which takes 4 bytes for each class and
+chunk, so callers take blocks in batches. A changed element's *rank*, how many of its class lie before it, is that count and
+what is found in its chunk; and the other way round.
+
+Changes are ordered by a bitmap: a bit for each place that something may take, of which those before are counted.
+
+Shapes: K changed elements, B blocks, G bands of blocks, R runs of blocks, P pairs of a block and one of its classes, E
+values of the field (256), L classes of all groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from deltasync.gpu.coder import LANES, _bucket, _groups, _open, _pull_number, _unzigzag, _zigzag
+from deltasync.gpu.common import UNSIGNED, on, popcount
+from deltasync.kernels.rans import RATIO, RATIO_BITS, Classes
+from deltasync.tensors import bounds
+from deltasync.tensors.bits import UNSIGNED as _UNSIGNED
+
+CHUNK = 128
+"""Elements of a chunk."""
+
+ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, SHIFT, MASK, GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, FIELDS = range(14)
+"""Columns of a table of blocks: those of `kernels.native.FIELDS`; number of the group, of its first class, how many it has;
+number of the block's first pair; number of chunks, and the number of counts of all blocks before."""
+
+_CHANGES = 256  # changes of a band or block that a program takes at once
+_RANKED = 8  # changes of which a program reads the chunks at once
+_CHUNKS = 8  # chunks that a program counts
+_MOVED = 512  # changes that a program moves
+_SAMPLE = 32  # consecutive elements of a sample, as in `kernels.native`
+_MOST_PROGRAMS = (1 << 16) - 1  # of the second dimension of a launch
+_MARKS = 1024  # words of a bitmap that a program counts
+_ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _SHIFT, _MASK = map(tl.constexpr, range(7))
+_GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _FIELDS = map(tl.constexpr, range(7, 14))
+_CHUNK = tl.constexpr(CHUNK)
+_RATIO_BITS = tl.constexpr(RATIO_BITS)
+
+
+@triton.jit
+def _field(block, bits, inside):
+    """Return the field of elements of blocks by which they have a class."""
+    shift = tl.load(block + _SHIFT, inside, other=0).to(bits.dtype)
+    return (bits >> shift).to(tl.int32) & tl.load(block + _MASK, inside, other=0).to(tl.int32)
+
+
+@triton.jit
+def _place_of(block, row, column, is_in, shift, BITS: tl.constexpr):
+    """Return where elements of blocks lie, by row and column, in memory that is `shift` bytes behind the blocks' own."""
+    address = (tl.load(block + _ADDRESS, is_in, other=0) + shift).to(tl.pointer_type(BITS))
+    return address + (row * tl.load(block + _STRIDE, is_in, other=0) + column)
+
+
+@triton.jit
+def _chunk_fields(block, chunk, inside, shift, BITS: tl.constexpr):
+    """Return the fields of chunks of blocks, [chunks, 128], and which of them are elements.
+
+    `block` are the rows of their blocks, and `inside` tells which chunks there are; both as columns. See `_place_of`.
+    """
+    columns = tl.load(block + _COLUMNS, inside, other=1)
+    jump = tl.load(block + _STRIDE, inside, other=1) - columns
+    place = chunk * _CHUNK
+    row = place // columns
+    column = place - row * columns
+    begin = (tl.load(block + _ADDRESS, inside, other=0) + shift).to(tl.pointer_type(BITS)) + (place + row * jump)
+    left = tl.minimum(columns * tl.load(block + _ROWS, inside, other=0) - place, _CHUNK).to(tl.int32)
+    lane = tl.arange(0, _CHUNK)[None, :]
+    # How many rows have ended: one at most, or rows are short; floating point is exact for such numbers.
+    width = tl.minimum(columns, _CHUNK)
+    start = (width - tl.minimum(columns - column, width)).to(tl.int32)
+    part = 1.0 / width.to(tl.float32)
+    ends = (((start + lane).to(tl.float32) + 0.5) * part).to(tl.int32)
+    element = inside & (lane < left)
+    bits = tl.load(begin + (lane + ends.to(tl.int64) * jump), element, other=0)
+    return _field(block, bits, inside), element
+
+
+@triton.jit
+def _change(band, at_ptr, k, is_in):
+    """Return block, row and column in it, and place of changes of a band."""
+    # Of positions only the low 32 bits are known; a band is smaller.
+    offset = (tl.load(at_ptr + k, is_in, other=0).to(tl.uint32) - tl.load(band).to(tl.uint32)).to(tl.int64)
+    offset = tl.where(is_in, offset, 0)
+    stride = tl.load(band + 1)
+    columns = tl.load(band + 2)
+    row = offset // stride
+    column = offset - row * stride
+    tile = column // columns
+    column -= tile * columns
+    return tl.load(band + 5) + tile, row, column
+
+
+@triton.jit
+def _tally(band_ptr, begin_ptr, end_ptr, at_ptr, count_ptr, CHANGES: tl.constexpr):
+    """Count the changes of each block."""
+    g = tl.program_id(0).to(tl.int64)
+    high = tl.load(end_ptr + g)
+    for start in range(tl.load(begin_ptr + g), high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        block, _, _ = _change(band_ptr + 6 * g, at_ptr, k, k < high)
+        tl.atomic_add(count_ptr + block, tl.full((CHANGES,), 1, tl.int32), k < high, sem="relaxed")
+
+
+@triton.jit
+def _survey_steps(
+    band_ptr, begin_ptr, end_ptr, block_ptr, run_ptr, at_ptr, step_ptr, count_ptr, BITS: tl.constexpr,
+    SYMBOLS: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Count the symbols of steps by the old field; the bits are new."""
+    g = tl.program_id(0).to(tl.int64)
+    high = tl.load(end_ptr + g)
+    for start in range(tl.load(begin_ptr + g), high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        is_in = k < high
+        number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
+        block = block_ptr + number * _FIELDS
+        step = tl.load(step_ptr + k, is_in, other=1)
+        old = tl.load(_place_of(block, row, column, is_in, 0, BITS), is_in, other=0) - step
+        field = _field(block, old, is_in)
+        symbol, _ = _bucket(_zigzag(step))
+        run = tl.load(run_ptr + number, is_in, other=0).to(tl.int64)
+        tl.atomic_add(
+            count_ptr + (run * 256 + field) * SYMBOLS + symbol, tl.full((CHANGES,), 1, tl.int32), is_in, sem="relaxed"
+        )
+
+
+@triton.jit
+def _survey_elements(
+    block_ptr, run_ptr, before_ptr, period_ptr, element_ptr, BITS: tl.constexpr, SAMPLES: tl.constexpr
+):  # fmt: skip
+    """Count the fields of sampled elements."""
+    b = tl.program_id(0).to(tl.int64)
+    block = block_ptr + b * _FIELDS
+    run = tl.load(run_ptr + b).to(tl.int64)
+    period = tl.load(period_ptr + run)
+    columns = tl.load(block + _COLUMNS)
+    stride = tl.load(block + _STRIDE)
+    samples = (columns + 31) // 32
+    count = samples * tl.load(block + _ROWS)
+    address = tl.load(block + _ADDRESS).to(tl.pointer_type(BITS))
+    mask = tl.load(block + _MASK).to(tl.int32)
+    first = (period - tl.load(before_ptr + b) % period) % period
+    found = tl.zeros((256,), tl.int32)
+    for start in range(first, count, SAMPLES * period):
+        sample = start + tl.arange(0, SAMPLES)[:, None] * period
+        row = sample // samples
+        column = (sample - row * samples) * 32 + tl.arange(0, 32)[None, :]
+        element = (sample < count) & (column < columns)
+        bits = tl.load(address + row * stride + column, element, other=0)
+        field = (bits >> tl.load(block + _SHIFT).to(bits.dtype)).to(tl.int32) & mask
+        found += tl.histogram(tl.reshape(field, (SAMPLES * 32,)), 256, tl.reshape(element, (SAMPLES * 32,)))
+    tl.atomic_add(element_ptr + run * 256 + tl.arange(0, 256), found, found != 0, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["b_base", "base", "shift"])
+def _count_chunks(
+    block_ptr, low_ptr, high_ptr, count_ptr, b_base: tl.int64, base: tl.int64, shift: tl.int64, BITS: tl.constexpr,
+    CHUNKS: tl.constexpr,
+):  # fmt: skip
+    """Count the elements of each class in chunks of a block; its programs take several each if there are many."""
+    block = block_ptr + (tl.program_id(0).to(tl.int64) + b_base) * _FIELDS
+    here = block + tl.zeros((CHUNKS, 1), tl.int64)
+    chunks = tl.load(block + _CHUNK_COUNT)
+    first = tl.load(block + _CLASS)
+    to = count_ptr + (tl.load(block + _COUNT) - base)
+    for start in range(tl.program_id(1).to(tl.int64) * CHUNKS, chunks, tl.num_programs(1) * CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS).to(tl.int64)
+        field, element = _chunk_fields(here, chunk[:, None], (chunk < chunks)[:, None], shift, BITS)
+        for c in range(tl.load(block + _CLASSES)):
+            is_of = element & (field >= tl.load(low_ptr + first + c)) & (field <= tl.load(high_ptr + first + c))
+            tl.store(to + c * chunks + chunk, tl.sum(is_of.to(tl.int32), axis=1), chunk < chunks)
+
+
+@triton.jit(do_not_specialize=["b_base", "base"])
+def _sum_chunks(block_ptr, count_ptr, size_ptr, b_base: tl.int64, base: tl.int64, CHUNKS: tl.constexpr):
+    """Turn the counts of a class of a block into those before each chunk, and write its size."""
+    block = block_ptr + (tl.program_id(0).to(tl.int64) + b_base) * _FIELDS
+    c = tl.program_id(1)
+    if c < tl.load(block + _CLASSES):
+        chunks = tl.load(block + _CHUNK_COUNT)
+        line = count_ptr + (tl.load(block + _COUNT) - base) + c * chunks
+        total = chunks * 0
+        for start in range(0, chunks, CHUNKS):
+            at = start + tl.arange(0, CHUNKS)
+            count = tl.load(line + at, at < chunks, other=0)
+            tl.store(line + at, (total + tl.cumsum(count, axis=0) - count).to(tl.int32), at < chunks)
+            total += tl.sum(count, axis=0)
+        tl.store(size_ptr + tl.load(block + _PAIR) + c, total)
+
+
+@triton.jit
+def _first_classes(block_ptr, size_ptr, first_ptr, blocks, LANES: tl.constexpr):
+    """Return the first class of each block that has an element, or the last of all; `rans`."""
+    b = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    there = b < blocks
+    block = block_ptr + b * _FIELDS
+    classes = tl.load(block + _CLASSES, there, other=1)
+    pair = tl.load(block + _PAIR, there, other=0)
+    first = classes - 1
+    for back in range(tl.max(classes, axis=0)):
+        c = classes - 1 - back
+        size = tl.load(size_ptr + pair + c, there & (c >= 0), other=0)
+        first = tl.where(size > 0, c, first)
+    tl.store(first_ptr + b, first.to(tl.int32), there)
+
+
+@triton.jit(do_not_specialize=["k_base", "shift"])
+def _classify(
+    band_ptr, begin_ptr, end_ptr, bound_ptr, block_ptr, class_ptr, at_ptr, step_ptr, number_ptr, place_ptr, to_class_ptr,
+    to_step_ptr, k_base: tl.int64, shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Write block, place in it, class and step of each change of bands."""
+    g = tl.program_id(0).to(tl.int64)
+    low_k = tl.load(begin_ptr + g)
+    high = tl.load(end_ptr + g)
+    to = tl.load(bound_ptr + g) - k_base - low_k
+    for start in range(low_k, high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        is_in = k < high
+        number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
+        block = block_ptr + number * _FIELDS
+        field = _field(block, tl.load(_place_of(block, row, column, is_in, shift, BITS), is_in, other=0), is_in)
+        c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0)
+        place = row * tl.load(block + _COLUMNS, is_in, other=0) + column
+        tl.store(number_ptr + to + k, number.to(tl.int32), is_in)
+        tl.store(place_ptr + to + k, place.to(tl.int32), is_in)
+        tl.store(to_class_ptr + to + k, c, is_in)
+        tl.store(to_step_ptr + to + k, tl.load(step_ptr + k, is_in, other=0), is_in)
+
+
+@triton.jit(do_not_specialize=["shift"])
+def _undo(
+    band_ptr, begin_ptr, end_ptr, block_ptr, at_ptr, step_ptr, shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr
+):
+    """Turn new bits of bands into old ones."""
+    g = tl.program_id(0).to(tl.int64)
+    high = tl.load(end_ptr + g)
+    for start in range(tl.load(begin_ptr + g), high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        is_in = k < high
+        number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
+        block = block_ptr + number * _FIELDS
+        place_ptr = _place_of(block, row, column, is_in, shift, BITS)
+        new = tl.load(place_ptr, is_in, other=0)
+        tl.store(place_ptr, new - tl.load(step_ptr + k, is_in, other=0), is_in)
+
+
+@triton.jit(do_not_specialize=["base", "pair_base", "last", "shift"])
+def _rank(
+    block_ptr, low_ptr, high_ptr, count_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base: tl.int64,
+    pair_base: tl.int64, last: tl.int64, shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Write where each change comes if elements are ordered by block, class and rank."""
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    is_in = k < last
+    block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
+    place = tl.load(place_ptr + k, is_in, other=0).to(tl.int64)
+    c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
+    first = tl.load(block + _CLASS, is_in, other=0)
+    low = tl.load(low_ptr + first + c, is_in, other=0)
+    high = tl.load(high_ptr + first + c, is_in, other=0)
+    chunk = place // _CHUNK
+    before = tl.load(block + _COUNT, is_in, other=0) - base + c * tl.load(block + _CHUNK_COUNT, is_in, other=0) + chunk
+    first_key = tl.load(pair_ptr + tl.load(block + _PAIR, is_in, other=0) - pair_base + c, is_in, other=0)
+    first_key += tl.load(count_ptr + before, is_in, other=0)
+    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], shift, BITS)
+    is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
+    is_of = is_of & (tl.arange(0, _CHUNK)[None, :] < (place - chunk * _CHUNK).to(tl.int32)[:, None])
+    tl.store(key_ptr + k, first_key + tl.sum(is_of.to(tl.int32), axis=1), is_in)
+
+
+@triton.jit(do_not_specialize=["first", "last", "size"])
+def _mark(key_ptr, mark_ptr, first: tl.int64, last: tl.int64, size: tl.int64, CHANGES: tl.constexpr):
+    """Set the bits of keys that are at least `first` and less than that plus `size`."""
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    key = tl.load(key_ptr + k, k < last, other=-1) - first
+    inside = (key >= 0) & (key < size) & (k < last)
+    bit = tl.full((CHANGES,), 1, tl.int32) << (key & 31).to(tl.int32)
+    tl.atomic_or(mark_ptr + (key >> 5), bit, inside, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["words"])
+def _count_marks(mark_ptr, count_ptr, words: tl.int64, WORDS: tl.constexpr):
+    word = tl.program_id(0).to(tl.int64) * WORDS + tl.arange(0, WORDS)
+    marks = tl.load(mark_ptr + word, word < words, other=0).to(tl.uint32, bitcast=True)
+    tl.store(count_ptr + word, popcount(marks), word < words)
+
+
+@triton.jit
+def _order(mark_ptr, end_ptr, key, inside):
+    """Return how many marked keys are less than each of these."""
+    word = tl.load(mark_ptr + (key >> 5), inside, other=0).to(tl.uint32, bitcast=True)
+    above = word >> (key & 31).to(tl.uint32)
+    return tl.load(end_ptr + (key >> 5), inside, other=0).to(tl.int64) - popcount(above)
+
+
+@triton.jit(do_not_specialize=["last"])
+def _move_ranked(
+    key_ptr, mark_ptr, end_ptr, from_class_ptr, step_ptr, key_out_ptr, class_ptr, to_step_ptr, last: tl.int64,
+    CHANGES: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    is_in = k < last
+    key = tl.load(key_ptr + k, is_in, other=0)
+    to = _order(mark_ptr, end_ptr, key, is_in)
+    tl.store(key_out_ptr + to, key, is_in)
+    tl.store(class_ptr + to, tl.load(from_class_ptr + k, is_in, other=0), is_in)
+    tl.store(to_step_ptr + to, tl.load(step_ptr + k, is_in, other=0), is_in)
+
+
+@triton.jit(do_not_specialize=["first", "last", "size"])
+def _move_placed(
+    key_ptr, mark_ptr, end_ptr, step_ptr, at_ptr, to_step_ptr, first: tl.int64, last: tl.int64, size: tl.int64,
+    CHANGES: tl.constexpr,
+):  # fmt: skip
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    position = tl.load(key_ptr + k, k < last, other=-1)
+    key = position - first
+    inside = (key >= 0) & (key < size) & (k < last)
+    to = _order(mark_ptr, end_ptr, key, inside)
+    tl.store(at_ptr + to, position.to(tl.int32), inside)
+    tl.store(to_step_ptr + to, tl.load(step_ptr + k, inside, other=0), inside)
+
+
+@triton.jit(do_not_specialize=["b_base", "pair_base", "k_base"])
+def _gaps(
+    bound_ptr, block_ptr, class_ptr, key_ptr, place_ptr, size_ptr, level_ptr, ratio_ptr, first_ptr, gap_ptr,
+    b_base: tl.int64, pair_base: tl.int64, k_base: tl.int64, GAP: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Write the gap before each change of blocks whose changes are ordered by class and rank; `counts.gap_before`."""
+    b = tl.program_id(0).to(tl.int64) + b_base
+    block = block_ptr + b * _FIELDS
+    pair = tl.load(block + _PAIR)
+    first = tl.load(block + _CLASS)
+    low = tl.load(bound_ptr + b)
+    high = tl.load(bound_ptr + b + 1)
+    for start in range(low, high, CHANGES):
+        k = start + tl.arange(0, CHANGES)
+        is_in = k < high
+        later = is_in & (k > low)
+        c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
+        rank = tl.load(key_ptr + k - k_base, is_in, other=0) - tl.load(place_ptr + pair - pair_base + c, is_in, other=0)
+        begin = tl.load(class_ptr + k - 1, later, other=0).to(tl.int64)
+        begin = tl.where(later, begin, tl.load(first_ptr + b).to(tl.int64))
+        begin = tl.where(is_in, begin, c)
+        before = tl.load(key_ptr + k - 1 - k_base, later, other=0) - tl.load(
+            place_ptr + pair - pair_base + begin, later, other=0
+        )
+        before = tl.where(later, before, -1)
+        gap = rank - before - 1
+        # Only where a class begins
+        crosses = is_in & (begin != c)
+        most = tl.max(tl.where(crosses, c - begin, 0), axis=0)
+        if most > 0:
+            level = tl.load(level_ptr + first + begin, crosses, other=0)
+            cross = tl.load(size_ptr + pair + begin, crosses, other=0) - before - 1
+            for j in range(1, most):
+                to = begin + j
+                over = crosses & (to < c)
+                ratio = tl.load(ratio_ptr + (level - tl.load(level_ptr + first + to, over, other=0)), over, other=0)
+                cross += (tl.load(size_ptr + pair + to, over, other=0) * ratio) >> _RATIO_BITS
+            ratio = tl.load(ratio_ptr + (level - tl.load(level_ptr + first + c, crosses, other=0)), crosses, other=0)
+            cross += (((rank + 1) * ratio) >> _RATIO_BITS) - 1
+            gap = tl.where(crosses, cross, gap)
+        tl.store(gap_ptr + k, gap.to(GAP), is_in)
+
+
+@triton.jit
+def _decode(
+    words_ptr, word_ptr, bound_ptr, block_ptr, first_ptr, size_ptr, level_ptr, ratio_ptr, slot_ptr, rank_ptr,
+    class_ptr, step_ptr, good_ptr, streams, limit, STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Decode a stream of each block: class and rank of each change, and its step."""
+    s = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
+    there = s < streams
+    at = tl.load(word_ptr + s, there, other=0)
+    end = tl.load(word_ptr + s + 1, there, other=0)
+    k = tl.load(bound_ptr + s, there, other=0)
+    last = tl.load(bound_ptr + s + 1, there, other=0)
+    block = block_ptr + s * _FIELDS
+    pair = tl.load(block + _PAIR, there, other=0)
+    group = tl.load(block + _CLASS, there, other=0)
+    classes = tl.load(block + _CLASSES, there, other=1)
+    c = tl.load(first_ptr + s, there, other=0).to(tl.int64)
+    size = tl.load(size_ptr + pair + c, there, other=0)
+    x, at, good = _open(words_ptr, at, end, there & (k < last))
+    rank = tl.full((LANES,), -1, tl.int64)
+    for _ in range(tl.max(last - k, axis=0)):
+        on = good & (k < last)
+        gap, at, x, fits = _pull_number(words_ptr, at, end, x, 2 * (group + c), slot_ptr, on, tl.uint64, 3)
+        good = good & ((fits & ((gap >> 56) == 0)) | (on == 0))
+        on = on & good
+        rest = gap.to(tl.int64)
+        left = size - rank - 1
+        rank += tl.where(on & (rest < left), rest + 1, 0)
+        crossing = on & (rest >= left)
+        if tl.max(crossing.to(tl.int32), axis=0) > 0:
+            rest -= left
+            to = c
+            level = tl.load(level_ptr + group + c, crossing, other=0)
+            searching = crossing
+            while tl.max(searching.to(tl.int32), axis=0) > 0:
+                to += searching.to(tl.int64)
+                good = good & ((to < classes) | (searching == 0))
+                searching = searching & (to < classes)
+                ratio = tl.load(
+                    ratio_ptr + (level - tl.load(level_ptr + group + to, searching, other=0)), searching, other=1
+                )
+                span = (tl.load(size_ptr + pair + to, searching, other=0) * ratio) >> _RATIO_BITS
+                found = searching & (rest < span)
+                wanted = tl.where(found, rest + 1, 1) << _RATIO_BITS
+                place = (wanted + ratio - 1) // ratio
+                right = ((place * ratio) >> _RATIO_BITS) == rest + 1
+                good = good & (right | (found == 0))
+                rank = tl.where(found, place - 1, rank)
+                rest = tl.where(searching & (found == 0), rest - span, rest)
+                searching = searching & (found == 0)
+            c = tl.where(crossing & good, to, c)
+            size = tl.where(crossing & good, tl.load(size_ptr + pair + c, crossing & good, other=0), size)
+            on = on & good
+        step, at, x, fits = _pull_number(words_ptr, at, end, x, 2 * (group + c) + 1, slot_ptr, on, NUMBER, STEPS)
+        good = good & ((fits & (step <= limit.to(NUMBER))) | (on == 0))
+        on = on & good
+        tl.store(rank_ptr + k, rank.to(tl.int32), on)
+        tl.store(class_ptr + k, c.to(tl.uint8), on)
+        tl.store(step_ptr + k, _unzigzag(step, STEP), on)
+        k += on.to(tl.int64)
+    tl.store(good_ptr + s, (good & (x == 1) & (at == end)).to(tl.int8), there)
+
+
+@triton.jit
+def _halve(word, nth, place, HALF: tl.constexpr):
+    """Narrow the search for the bit that is set after `nth` others down to one half of a word."""
+    below = popcount(word & ((1 << HALF) - 1))
+    above = below <= nth
+    return tl.where(above, word >> HALF, word), tl.where(above, nth - below, nth), tl.where(above, place + HALF, place)
+
+
+@triton.jit(do_not_specialize=["base", "last", "shift"])
+def _places(
+    block_ptr, low_ptr, high_ptr, count_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, base: tl.int64, last: tl.int64,
+    shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Write the position of each change."""
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    is_in = k < last
+    block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
+    chunks = tl.load(block + _CHUNK_COUNT, is_in, other=1)
+    first = tl.load(block + _CLASS, is_in, other=0)
+    c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
+    rank = tl.load(rank_ptr + k, is_in, other=0)
+    line = count_ptr + (tl.load(block + _COUNT, is_in, other=0) - base) + c * chunks
+    # The last chunk before which there are at most `rank` elements of the class.
+    chunk = tl.zeros((CHANGES,), tl.int64)
+    half = tl.max(chunks, axis=0)
+    while half > 0:
+        further = chunk + half
+        fits = is_in & (further < chunks)
+        fits = fits & (tl.load(line + further, fits, other=0) <= rank)
+        chunk = tl.where(fits, further, chunk)
+        half = tl.where(half == 1, 0, (half + 1) // 2)
+    nth = rank - tl.load(line + chunk, is_in, other=0)
+    low = tl.load(low_ptr + first + c, is_in, other=0)
+    high = tl.load(high_ptr + first + c, is_in, other=0)
+    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], shift, BITS)
+    is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
+    is_of = tl.reshape(is_of.to(tl.uint32), (CHANGES, _CHUNK // 32, 32))
+    words = tl.sum(is_of << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)
+    counts = popcount(words)
+    before = tl.cumsum(counts, axis=1) - counts
+    own = (before <= nth[:, None]) & (nth[:, None] < before + counts)
+    word = tl.sum(tl.where(own, words, 0), axis=1)
+    nth -= tl.sum(tl.where(own, before, 0), axis=1)
+    place = 32 * tl.sum(tl.where(own, tl.arange(0, _CHUNK // 32)[None, :], 0), axis=1)
+    word, nth, place = _halve(word, nth, place, 16)
+    word, nth, place = _halve(word, nth, place, 8)
+    word, nth, place = _halve(word, nth, place, 4)
+    word, nth, place = _halve(word, nth, place, 2)
+    word, nth, place = _halve(word, nth, place, 1)
+    columns = tl.load(block + _COLUMNS, is_in, other=1)
+    at = tl.minimum(chunk * _CHUNK + place, columns * tl.load(block + _ROWS, is_in, other=1) - 1)
+    row = at // columns
+    jump = tl.load(block + _STRIDE, is_in, other=0) - columns
+    tl.store(key_ptr + k, tl.load(block + _FIRST, is_in, other=0) + row * jump + at, is_in)
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """The changes of blocks whose bits are new, band by band, on the device.
+
+    Attributes:
+        band_GF: The table of the bands, int64[G, 6], as in `kernels.native.regroup`.
+        begin_G, end_G: First change of each in the delta, and the one behind the last; int64.
+        bound_G: The first change of each among those of all bands, int64.
+        at_K: The low 32 bits of positions of the delta, int32.
+        step_K: Its steps, unsigned.
+        bits_N: The memory in which all the bits are.
+    """
+
+    band_GF: torch.Tensor
+    begin_G: torch.Tensor
+    end_G: torch.Tensor
+    bound_G: torch.Tensor
+    at_K: torch.Tensor
+    step_K: torch.Tensor
+    bits_N: torch.Tensor
+
+    def of_bands(self, first: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return the table of bands from number `first` on, and their first and last changes."""
+        return self.band_GF[first:], self.begin_G[first:], self.end_G[first:]
+
+    def tally(self, blocks: int) -> torch.Tensor:
+        """Count the changes of each block, int32[B]."""
+        count_B = torch.zeros(blocks, dtype=torch.int32, device=self.at_K.device)
+        with on(self.at_K.device):
+            _tally[(len(self.band_GF),)](*self.of_bands(), self.at_K, count_B, _CHANGES)
+        return count_B
+
+
+class Batch(NamedTuple):
+    """Blocks that are taken at once.
+
+    Attributes:
+        low, high: The first one, and the one behind the last.
+        band, band_end: The same of their bands.
+        chunks, classes: The most that a block has.
+        byte, byte_end: Address of the first element, and the one behind the last.
+        first, last: Position of the first element, and the one behind the last.
+    """
+
+    low: int
+    high: int
+    band: int
+    band_end: int
+    chunks: int
+    classes: int
+    byte: int
+    byte_end: int
+    first: int
+    last: int
+
+
+class Bits:
+    """Blocks of one width whose elements' bits are on the device: the old ones, or the new ones with their changes.
+
+    Args:
+        row_BF: Their table, int64[B, GROUP], on the host. Their memory has to stay as it is.
+        band_GF: The bands of the blocks, int64[G, 6], on the host.
+        bound_B: First change of each, and the number of changes behind the last; int64[B + 1], on the host.
+        width: Bytes of an element.
+        device: Where everything is.
+        changes: The changes, if the bits are new. Old ones are then made in a copy of the blocks that are taken at once.
+
+    Attributes:
+        batches: What `divide` cuts all blocks into.
+        shift: Bytes from the blocks' memory to where kernels read the bits of the batch that was counted last.
+    """
+
+    def __init__(
+        self,
+        row_BF: np.ndarray,
+        band_GF: np.ndarray,
+        bound_B: np.ndarray,
+        width: int,
+        device: torch.device,
+        changes: Changes | None = None,
+    ) -> None:
+        self.row_BF = np.pad(row_BF, ((0, 0), (0, FIELDS - GROUP)))
+        self.bound_B, self.width, self.device, self.changes = bound_B, width, device, changes
+        self.bound = torch.from_numpy(bound_B).to(device)
+        self._band_GF, self._element_B = band_GF, row_BF[:, COLUMNS] * row_BF[:, ROWS]
+        self._old = torch.empty(0, dtype=torch.uint8, device=device)
+        self.shift = 0
+
+    @property
+    def count(self) -> int:
+        """Number of blocks."""
+        return len(self.row_BF)
+
+    def survey(self, run_R: np.ndarray, period_R: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Count values of the field in runs of blocks with changes, as `kernels.native.survey` before it scales the first.
+
+        Args:
+            run_R: First block of each run, and the number of blocks.
+            period_R: Every how manieth sample of each run counts.
+
+        Returns:
+            int32[R, 256], and int32[R, 256, S] of the S symbols that steps may have; on the device.
+        """
+        assert self.changes is not None
+        changes, runs, symbols, device = self.changes, run_R.size - 1, 32 * self.width, self.device
+        table_BF = torch.from_numpy(self.row_BF).to(device)
+        sample_B = -(-self.row_BF[:, COLUMNS] // _SAMPLE) * self.row_BF[:, ROWS]
+        before_B = np.cumsum(sample_B) - sample_B
+        before_B -= np.repeat(before_B[run_R[:-1]], np.diff(run_R))
+        run_B = torch.from_numpy(np.repeat(np.arange(runs, dtype=np.int32), np.diff(run_R))).to(device)
+        before, period = torch.from_numpy(before_B).to(device), torch.from_numpy(period_R).to(device)
+        element_RE = torch.zeros((runs, 256), dtype=torch.int32, device=device)
+        step_RES = torch.zeros((runs, 256, symbols), dtype=torch.int32, device=device)
+        bits = UNSIGNED[self.width]
+        with on(device):
+            _survey_elements[(self.count,)](table_BF, run_B, before, period, element_RE, bits, 32)
+            _survey_steps[(len(changes.band_GF),)](
+                *changes.of_bands(), table_BF, run_B, changes.at_K, changes.step_K, step_RES, bits, symbols, _CHANGES
+            )  # fmt: skip
+        return element_RE, step_RES
+
+    def divide(self, group_B: np.ndarray, classes: Classes) -> None:
+        """Divide the blocks' elements into classes. `group_B` has the number of each block's group."""
+        row_BF, class_G, low_L = self.row_BF, classes.bound_G, classes.low_L.astype(np.int32)
+        class_B = np.diff(class_G)[group_B]
+        chunk_B = -(-self._element_B // CHUNK)
+        self.pair_B, self.count_B = bounds(class_B), bounds(class_B * chunk_B)
+        columns = group_B, class_G[group_B], class_B, self.pair_B[:-1], chunk_B, self.count_B[:-1]
+        row_BF[:, GROUP:] = np.stack(columns, axis=1)
+        self.table_BF = torch.from_numpy(row_BF).to(self.device)
+        arrays = low_L, low_L + classes.span_L, classes.level_L, classes.by_value()
+        self.low_L, self.high_L, self.level_L, self.class_GE = (torch.from_numpy(each).to(self.device) for each in arrays)
+        self.size_P = torch.zeros(int(self.pair_B[-1]), dtype=torch.int64, device=self.device)
+        self.batches = self._batches(class_B, chunk_B)
+
+    def _batches(self, class_B: np.ndarray, chunk_B: np.ndarray) -> list[Batch]:
+        """Cut the blocks where bands begin, into batches of which what is counted is bounded."""
+        row_BF, band_GF = self.row_BF, self._band_GF
+        edge_E = np.append(band_GF[:, 5], self.count)
+        most = MOST_ELEMENTS if self.changes is None else MOST_COPIED // self.width
+        limits = (self.count_B, MOST_COUNTS), (bounds(self._element_B), most), (self.bound_B, MOST_CHANGES)
+        limits_E = [(of_B[edge_E], most) for of_B, most in limits]
+        band_C = [0]
+        while band_C[-1] < len(band_GF):
+            low = band_C[-1]
+            fits = min(int(np.searchsorted(of_E, of_E[low] + most, side="right")) - 1 for of_E, most in limits_E)
+            band_C.append(max(fits, low + 1))
+        low_C, byte_B = edge_E[band_C[:-1]], row_BF[:, ADDRESS]
+        end_B = byte_B + ((row_BF[:, ROWS] - 1) * row_BF[:, STRIDE] + row_BF[:, COLUMNS]) * self.width
+        last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
+        columns = (
+            *(low_C, edge_E[band_C[1:]], band_C[:-1], band_C[1:]),
+            *(np.maximum.reduceat(chunk_B, low_C), np.maximum.reduceat(class_B, low_C)),
+            *(np.minimum.reduceat(byte_B, low_C), np.maximum.reduceat(end_B, low_C)),
+            *(band_GF[band_C[:-1], 0], last_G[np.array(band_C[1:]) - 1]),
+        )
+        return [Batch(*line) for line in np.stack(columns, axis=1).tolist()]
+
+    def counts(self, of: Batch) -> torch.Tensor:
+        """Count the elements of each class before each chunk of the blocks of a batch; sets their sizes.
+
+        From then on kernels that get `shift` read the old bits of these blocks, until others are counted.
+        """
+        if self.changes is not None:
+            self._copy_old(self.changes, of)
+        blocks, base = of.high - of.low, int(self.count_B[of.low])
+        found = torch.empty(int(self.count_B[of.high]) - base, dtype=torch.int32, device=self.device)
+        with on(self.device):
+            _count_chunks[(blocks, min(-(-of.chunks // _CHUNKS), _MOST_PROGRAMS))](
+                self.table_BF, self.low_L, self.high_L, found, of.low, base, self.shift, UNSIGNED[self.width], _CHUNKS
+            )
+            _sum_chunks[(blocks, of.classes)](self.table_BF, found, self.size_P, of.low, base, 1024)
+        return found
+
+    def _copy_old(self, changes: Changes, of: Batch) -> None:
+        """Copy the bits of blocks, and undo their changes there."""
+        base = changes.bits_N.data_ptr()
+        size = of.byte_end - of.byte
+        if self._old.numel() < size:
+            del self._old  # before there is another one
+            most = max(each.byte_end - each.byte for each in self.batches)
+            self._old = torch.empty(most, dtype=torch.uint8, device=self.device)
+        self._old[:size].copy_(changes.bits_N.view(torch.uint8)[of.byte - base : of.byte_end - base])
+        self.shift = self._old.data_ptr() - of.byte
+        with on(self.device):
+            _undo[(of.band_end - of.band,)](
+                *changes.of_bands(of.band), self.table_BF, changes.at_K, changes.step_K, self.shift, UNSIGNED[self.width],
+                _CHANGES,
+            )  # fmt: skip
+
+    def first_classes(self) -> torch.Tensor:
+        """Return the first class of each block that has an element, int32[B], once all are counted."""
+        first_B = torch.empty(self.count, dtype=torch.int32, device=self.device)
+        with on(self.device):
+            _first_classes[(triton.cdiv(self.count, 128),)](self.table_BF, self.size_P, first_B, self.count, 128)
+        return first_B
+
+
+MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 24, 1 << 28, 1 << 22
+"""Most counts, elements and changes of blocks that are taken at once, if a single band has not more."""
+
+MOST_COPIED = 3 << 26
+"""The same in bytes, where old bits are made in a copy."""
+
+
+@functools.cache
+def ratio(device: torch.device) -> torch.Tensor:
+    """Return `rans.RATIO` on a device, which stays there."""
+    return torch.from_numpy(RATIO).to(device)
+
+
+def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Order the changes of blocks by class, as `kernels.native.rank`.
+
+    Args:
+        bits: The blocks, divided into classes, with their changes.
+        gap_bits: Bits that no gap exceeds.
+
+    Returns:
+        Gaps, uint32 or uint64[K], classes, uint8, and steps, block after block; the class in which each block begins,
+        int32[B].
+    """
+    assert bits.changes is not None
+    changes, at_K, step_K = bits.changes, bits.changes.at_K, bits.changes.step_K
+    device, changed = at_K.device, int(bits.bound_B[-1])
+    wide = gap_bits > 32
+    gap_K = torch.empty(changed, dtype=torch.int64 if wide else torch.int32, device=device)
+    class_K = torch.empty(changed, dtype=torch.uint8, device=device)
+    to_step_K = torch.empty(changed, dtype=step_K.dtype, device=device)
+    first_B = torch.empty(bits.count, dtype=torch.int32, device=device)
+    ratios, width = ratio(device), UNSIGNED[bits.width]
+    gap = gap_K.view(torch.uint64 if wide else torch.uint32)
+    element_B = bounds(bits.row_BF[:, COLUMNS] * bits.row_BF[:, ROWS])
+    for batch in bits.batches:
+        low, high, band, band_end, *_ = batch
+        count_N = bits.counts(batch)
+        begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
+        if begin == end:
+            continue
+        pair, base = int(bits.pair_B[low]), int(bits.count_B[low])
+        size_P = bits.size_P[pair : int(bits.pair_B[high])]
+        place_P = torch.cumsum(size_P, 0) - size_P
+        elements = int(element_B[high] - element_B[low])
+        key_K, ordered_K = (torch.empty(end - begin, dtype=torch.int64, device=device) for _ in range(2))
+        number_K, at_place_K = (torch.empty(end - begin, dtype=torch.int32, device=device) for _ in range(2))
+        from_class_K = torch.empty(end - begin, dtype=torch.uint8, device=device)
+        from_step_K = torch.empty(end - begin, dtype=step_K.dtype, device=device)
+        with on(device):
+            _classify[(band_end - band,)](
+                *changes.of_bands(band), changes.bound_G[band:], bits.table_BF, bits.class_GE, at_K, step_K, number_K,
+                at_place_K, from_class_K, from_step_K, begin, bits.shift, width, _CHANGES,
+            )  # fmt: skip
+            _rank[(triton.cdiv(end - begin, _RANKED),)](
+                bits.table_BF, bits.low_L, bits.high_L, count_N, place_P, number_K, at_place_K, from_class_K, key_K,
+                base, pair, end - begin, bits.shift, width, _RANKED, num_warps=8,
+            )  # fmt: skip
+            marks, ends = _bitmap(key_K, 0, elements)
+            _move_ranked[(triton.cdiv(end - begin, _MOVED),)](
+                key_K, marks, ends, from_class_K, from_step_K, ordered_K, class_K[begin:end], to_step_K[begin:end],
+                end - begin, _MOVED,
+            )  # fmt: skip
+            _first_classes[(triton.cdiv(high - low, 128),)](
+                bits.table_BF[low:high], bits.size_P, first_B[low:high], high - low, 128
+            )  # fmt: skip
+            _gaps[(high - low,)](
+                bits.bound, bits.table_BF, class_K, ordered_K, place_P, bits.size_P, bits.level_L, ratios, first_B, gap,
+                low, pair, begin, tl.uint64 if wide else tl.uint32, _CHANGES,
+            )  # fmt: skip
+    return gap, class_K, to_step_K, first_B
+
+
+def decode(
+    bits: Bits, words: torch.Tensor, word_B: torch.Tensor, slot_TL: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Decode the changes of blocks.
+
+    Args:
+        bits: The blocks, divided into classes.
+        words: The words of all, int32[W].
+        word_B: The first word of each block, and the one behind the last; int64[B + 1].
+        slot_TL: The tables of all classes, as `gpu_coder.slots` returns them.
+
+    Returns:
+        The low 32 bits of positions, int32, and steps, unsigned, both ascending by position; None if a block is malformed.
+    """
+    device, changed, width = bits.device, int(bits.bound_B[-1]), bits.width
+    for batch in bits.batches:
+        bits.counts(batch)
+    sizes = (changed, torch.int32), (changed, torch.uint8), (changed, _UNSIGNED[width]), (bits.count, torch.int8)
+    rank_K, class_K, from_K, good_B = (torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes)
+    number = tl.uint64 if width == 8 else tl.uint32
+    with on(device):
+        _decode[(triton.cdiv(bits.count, LANES),)](
+            words.view(torch.uint32), word_B, bits.bound, bits.table_BF, bits.first_classes(), bits.size_P, bits.level_L,
+            ratio(device), slot_TL.view(torch.uint32), rank_K, class_K, from_K, good_B, bits.count, (1 << 8 * width) - 2,
+            UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
+        )  # fmt: skip
+    if not bool(good_B.all()):
+        return None
+    at_K, step_K = (torch.zeros(changed, dtype=dtype, device=device) for dtype in (torch.int32, from_K.dtype))
+    _place(bits, rank_K, class_K, from_K, at_K, step_K)
+    return at_K, step_K
+
+
+def _place(
+    bits: Bits, rank_K: torch.Tensor, class_K: torch.Tensor, from_K: torch.Tensor, at_K: torch.Tensor, step_K: torch.Tensor
+) -> None:
+    """Write changes by block, class and rank (elements of the class before each in the block) in the order of positions."""
+    number_B = torch.arange(bits.count, dtype=torch.int32, device=at_K.device)
+    change_B = torch.diff(bits.bound)
+    for batch in bits.batches:
+        low, high = batch.low, batch.high
+        begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
+        if begin == end:
+            continue
+        count_N = bits.counts(batch)
+        key_K = torch.empty(end - begin, dtype=torch.int64, device=at_K.device)
+        number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
+        with on(at_K.device):
+            _places[(triton.cdiv(end - begin, _RANKED),)](
+                bits.table_BF, bits.low_L, bits.high_L, count_N, number_K, rank_K[begin:end], class_K[begin:end], key_K,
+                int(bits.count_B[low]), end - begin, bits.shift, UNSIGNED[bits.width], _RANKED, num_warps=8,
+            )  # fmt: skip
+        done = begin
+        for start in range(batch.first, batch.last, MOST_ELEMENTS):  # more than one only where a single band is larger
+            size = min(MOST_ELEMENTS, batch.last - start)
+            marks, ends = _bitmap(key_K, start, size)
+            with on(at_K.device):
+                _move_placed[(triton.cdiv(end - begin, _MOVED),)](
+                    key_K, marks, ends, from_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size, _MOVED
+                )  # fmt: skip
+            if start + size < batch.last:
+                done += int(ends[-1])
+
+
+def _bitmap(key_K: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return a bitmap of the keys that are at least `first` and less than that plus `size`, and the sums of its bits."""
+    words = -(-size // 32)
+    marks = torch.zeros(words, dtype=torch.int32, device=key_K.device)
+    ends = torch.empty_like(marks)
+    with on(key_K.device):
+        _mark[(triton.cdiv(key_K.numel(), 1024),)](key_K, marks, first, key_K.numel(), size, 1024)
+        _count_marks[(triton.cdiv(words, _MARKS),)](marks, ends, words, _MARKS)
+        torch.cumsum(ends, 0, dtype=torch.int32, out=ends)
+    return marks, ends

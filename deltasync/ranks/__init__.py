@@ -1,3 +1,0 @@
-"""Messages between the ranks of a sharded trainer."""
-
-__all__ = ["ranks"]
