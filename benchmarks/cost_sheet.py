@@ -1,9 +1,11 @@
-"""Requests and bytes of a version and of an idle replica, counted between the real clients and servers on this machine.
+"""Requests and bytes of a version and of an idle replica, counted between the real clients and servers on
+this machine.
 
     python -m benchmarks.cost_sheet [--json]
 
-from the root of the repository, with the development dependencies. S3 is moto in this process, the Hub is the stand-in of
-the tests; both are behind a proxy that counts. Bytes are whole HTTP messages, headers included, without TLS.
+from the root of the repository, with the development dependencies. S3 is moto in this process, the Hub is the
+stand-in of the tests; both are behind a proxy that counts. Bytes are whole HTTP messages, headers included,
+without TLS.
 """
 
 from __future__ import annotations

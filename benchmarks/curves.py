@@ -1,18 +1,22 @@
-"""Reward by the age of the rollouts' weights, and equal parameters by deltasync and by dense copies: GRPO in one process.
+"""Reward by the age of the rollouts' weights, and equal parameters by deltasync and by dense copies: GRPO in
+one process.
 
     python -m benchmarks.curves DIR [--steps 65] [--seeds 3] [--json]
 
-from the root of the repository, with the development dependencies. Needs no GPU and no server; a run of 65 steps takes a
-minute of one core, and there are 18. Finished runs in DIR are skipped, so an interrupted command can be repeated.
+from the root of the repository, with the development dependencies. Needs no GPU and no server; a run of 65
+steps takes a minute of one core, and there are 18. Finished runs in DIR are skipped, so an interrupted
+command can be repeated.
 
-TRL's GRPOTrainer trains the demo's model. A second copy of the model, in bfloat16, makes the rollouts. It gets the trainer's
-weights before each step, each 4th or each 16th, and makes the samples of so many steps at once:
+TRL's GRPOTrainer trains the demo's model. A second copy of the model, in bfloat16, makes the rollouts. It
+gets the trainer's weights before each step, each 4th or each 16th, and makes the samples of so many steps at
+once:
 
     deltasync   the callback publishes a version, and the copy follows the channel
     dense       all weights are cast and copied
 
-Rewards, bytes and parameters are measured. Times are not: they follow from the declared costs below, for a model of 8 B
-parameters. Writes docs/images/curves.png. Exits with 1 unless both transfers end with equal parameters in every run.
+Rewards, bytes and parameters are measured. Times are not: they follow from the declared costs below, for a
+model of 8 B parameters. Writes docs/images/curves.png. Exits with 1 unless both transfers end with equal
+parameters in every run.
 """
 
 from __future__ import annotations
@@ -63,14 +67,18 @@ def measure(folder: Path, steps: int, seeds: int) -> dict[str, Any]:
                 path = folder / f"{transfer}-{every}-{seed}-{steps}.json"
                 if not path.exists():
                     common.say(f"{path.stem} ...")
-                    path.write_text(json.dumps(train(base, folder / path.stem, transfer, every, seed, steps)) + "\n")
+                    path.write_text(
+                        json.dumps(train(base, folder / path.stem, transfer, every, seed, steps)) + "\n"
+                    )
                     gc.collect()
                 runs.append(json.loads(path.read_text()))
     return compare(runs, steps)
 
 
 def train(base: Path, folder: Path, transfer: str, every: int, seed: int, steps: int) -> dict[str, Any]:
-    """Train once, with files in `folder`. Return the rewards with the step that they were made for, and the parameters."""
+    """Train once, with files in `folder`. Return the rewards with the step that they were made for, and the
+    parameters.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer, PrinterCallback
     from trl import GRPOConfig, GRPOTrainer
 
@@ -94,11 +102,16 @@ def train(base: Path, folder: Path, transfer: str, every: int, seed: int, steps:
 
     def roll_out(prompts: list[Any], trainer: Any) -> dict[str, Any]:
         refresh(trainer.model)
-        asked = [tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in prompts]
+        asked = [
+            tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False)
+            for each in prompts
+        ]
         padded = tokenizer.pad({"input_ids": asked}, return_tensors="pt")
         with torch.no_grad():
             made = generator.generate(**padded, do_sample=True, max_new_tokens=task.MAX_COMPLETION_TOKENS)
-        answers = [_cut(row, tokenizer.eos_token_id) for row in made[:, padded["input_ids"].shape[1] :].tolist()]
+        answers = [
+            _cut(row, tokenizer.eos_token_id) for row in made[:, padded["input_ids"].shape[1] :].tolist()
+        ]
         return {"prompt_ids": asked, "completion_ids": answers, "logprobs": None}
 
     trainer = GRPOTrainer(
@@ -136,7 +149,9 @@ def train(base: Path, folder: Path, transfer: str, every: int, seed: int, steps:
         "transfer": transfer,
         "every": every,
         "seed": seed,
-        "rewards": [(each["step"] - 1, each["reward"]) for each in trainer.state.log_history if "reward" in each],
+        "rewards": [
+            (each["step"] - 1, each["reward"]) for each in trainer.state.log_history if "reward" in each
+        ],
         "bytes": [record.payload_bytes for record in sync.history[1:]],
         "parameters": trainer.model.num_parameters(),
         "sha256": digests(trainer.model.state_dict()),
@@ -152,11 +167,16 @@ def compare(runs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
     """Return for each interval the mean rewards, the bytes, and how many runs of both transfers are equal."""
     rows = []
     for every in EACH:
-        ours, dense = ([run for run in runs if (run["transfer"], run["every"]) == (each, every)] for each in TRANSFERS)
+        ours, dense = (
+            [run for run in runs if (run["transfer"], run["every"]) == (each, every)] for each in TRANSFERS
+        )
         sizes = [size for run in ours for size in run["bytes"]]
         share = statistics.fmean(sizes) / (2 * ours[0]["parameters"])
         columns = zip(*([reward for _, reward in run["rewards"]] for run in ours), strict=True)
-        rewards = [(step, statistics.fmean(each)) for (step, _), each in zip(ours[0]["rewards"], columns, strict=True)]
+        rewards = [
+            (step, statistics.fmean(each))
+            for (step, _), each in zip(ours[0]["rewards"], columns, strict=True)
+        ]
         row = {
             "every": every,
             "runs": len(ours),
@@ -166,7 +186,9 @@ def compare(runs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
             "bytes_per_version": {"deltasync": statistics.fmean(sizes), "dense": 2 * ours[0]["parameters"]},
             "version_s": {"deltasync": DENSE_S * share, "dense": DENSE_S},
         }
-        row["reached_s"] = {transfer: _reached_s(on_clock(row, transfer), max(1, WINDOW // every)) for transfer in TRANSFERS}
+        row["reached_s"] = {
+            transfer: _reached_s(on_clock(row, transfer), max(1, WINDOW // every)) for transfer in TRANSFERS
+        }
         rows.append(row)
     first = runs[0]
     return {
@@ -180,7 +202,9 @@ def compare(runs: list[dict[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def _reached_s(curve: list[tuple[float, float]], points: int) -> float | None:
-    """Return the seconds of the first reward that is high enough on average with those before it, `points` in all."""
+    """Return the seconds of the first reward that is high enough on average with those before it, `points` in
+    all.
+    """
     means = (
         (at, statistics.fmean(reward for _, reward in curve[end - points : end]))
         for end, (at, _) in enumerate(curve, 1)
@@ -190,7 +214,9 @@ def _reached_s(curve: list[tuple[float, float]], points: int) -> float | None:
 
 
 def on_clock(row: dict[str, Any], transfer: str) -> list[tuple[float, float]]:
-    """Return rewards with the declared seconds at which the samples' weights were there; the first version was before."""
+    """Return rewards with the declared seconds at which the samples' weights were there; the first version
+    was before.
+    """
     version_s = row["version_s"][transfer]
     return [(step * STEP_S + step // row["every"] * version_s, reward) for step, reward in row["rewards"]]
 
@@ -205,15 +231,26 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         equal = f"{row['equal_runs']} of {row['runs']}"
         ends = f"{rewards[0]:.2f} / {rewards[-1]:.2f}"
         rows.append(
-            (EACH[row["every"]], equal, ends, *sizes, *("not" if at is None else f"{at / 60:.1f} min" for at in took))
+            (
+                EACH[row["every"]],
+                equal,
+                ends,
+                *sizes,
+                *("not" if at is None else f"{at / 60:.1f} min" for at in took),
+            )
         )
     reached = f"reward {result['declared']['reward']} after"
-    columns = ("parameters equal to dense", "reward, first / last", *(f"{each}, a version" for each in TRANSFERS))
+    columns = (
+        "parameters equal to dense",
+        "reward, first / last",
+        *(f"{each}, a version" for each in TRANSFERS),
+    )
     yield from common.table(("a version", *columns, *(f"{each}: {reached}" for each in TRANSFERS)), rows)
     declared = result["declared"]
     yield (
         f"{result['parameters']:,} parameters, {result['steps']} steps of GRPO; times by declared costs: "
-        f"{declared['step_s']:g} s a step, {declared['dense_s']:.1f} s a dense version, a delta by its share of the bytes"
+        f"{declared['step_s']:g} s a step, {declared['dense_s']:.1f} s a dense version, a delta by its share "
+        "of the bytes"
     )
 
 
@@ -260,6 +297,8 @@ if __name__ == "__main__":
         main,
         lines,
         common.option("folder", type=Path, help="directory for the model and the runs"),
-        common.option("--steps", type=int, default=65, help="optimizer steps of a run, one more than a multiple of 16"),
+        common.option(
+            "--steps", type=int, default=65, help="optimizer steps of a run, one more than a multiple of 16"
+        ),
         common.option("--seeds", type=int, default=3, help="runs of each kind"),
     )

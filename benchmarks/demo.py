@@ -26,7 +26,9 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 def main() -> None:
     """Run the demo by the command line."""
     parser = common.parser(__doc__)
-    parser.add_argument("--out", type=Path, default=Path("demo-out"), help="directory; an earlier demo's is replaced")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-out"), help="directory; an earlier demo's is replaced"
+    )
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps")
     parser.add_argument("--codec", choices=CODECS, default="context", help="encoding of the deltas")
     parser.add_argument("--task", default="counting", help="what the model learns")

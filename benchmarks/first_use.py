@@ -1,7 +1,8 @@
 """CPU seconds of the first use in a new container: `python -m benchmarks.first_use`.
 
-A process without any cache publishes five versions of a 512 x 512 model and follows two of them. Another one only imports
-torch; the difference is what deltasync costs. Prints how long each publish held the trainer and each sync took, too.
+A process without any cache publishes five versions of a 512 x 512 model and follows two of them. Another one
+only imports torch; the difference is what deltasync costs. Prints how long each publish held the trainer and
+each sync took, too.
 """
 
 from __future__ import annotations
@@ -41,8 +42,15 @@ print(json.dumps({"held_s": held, "synced_s": synced}))
 def _cpu_s(code: str) -> tuple[float, str]:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
-        environ = {**os.environ, "HOME": folder, "XDG_CACHE_HOME": folder, "DELTASYNC_CACHE_DIR": f"{folder}/cache"}
-        done = subprocess.run([sys.executable, "-c", code, folder], env=environ, capture_output=True, text=True, check=True)
+        environ = {
+            **os.environ,
+            "HOME": folder,
+            "XDG_CACHE_HOME": folder,
+            "DELTASYNC_CACHE_DIR": f"{folder}/cache",
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", code, folder], env=environ, capture_output=True, text=True, check=True
+        )
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, done.stdout
 
@@ -53,7 +61,10 @@ def main() -> None:
     runs = [_cpu_s(_USE) for _ in range(3)]
     cpu_s, output = min(runs)
     print(
-        json.dumps({"torch_cpu_s": round(torch_s, 2), "beyond_torch_cpu_s": round(cpu_s - torch_s, 2)} | json.loads(output))
+        json.dumps(
+            {"torch_cpu_s": round(torch_s, 2), "beyond_torch_cpu_s": round(cpu_s - torch_s, 2)}
+            | json.loads(output)
+        )
     )
 
 

@@ -1,11 +1,13 @@
-"""A real vLLM and a real trainer on one GPU, while completions stream: what a version costs trainer, server and clients.
+"""A real vLLM and a real trainer on one GPU, while completions stream: what a version costs trainer, server
+and clients.
 
-    python -m benchmarks.gpu_serve [--versions 20] [--streams 32] [--json]
-    python -m benchmarks.gpu_serve --device cpu --size tiny --versions 3 --streams 4        # tries the benchmark itself
+    python -m benchmarks.gpu_serve [--versions 20] [--streams 32] [--json] python -m benchmarks.gpu_serve
+    --device cpu --size tiny --versions 3 --streams 4        # tries the benchmark itself
 
-The trainer (float32 master, AdamW, random tokens) publishes a version a second to a folder, in memory if there is room; the
-server follows it by the literal command. Every bit of the first versions and of the last is compared by sha256, and one
-version changes most of the model. Options for vLLM follow `--`, such as `-- --compilation-config '{"mode": 0}'`.
+The trainer (float32 master, AdamW, random tokens) publishes a version a second to a folder, in memory if
+there is room; the server follows it by the literal command. Every bit of the first versions and of the last
+is compared by sha256, and one version changes most of the model. Options for vLLM follow `--`, such as `--
+--compilation-config '{"mode": 0}'`.
 """
 
 from __future__ import annotations
@@ -38,7 +40,8 @@ _ROOM_BYTES = 24 << 30  # of memory, for checkpoint and channel
 _TOKENS = 200, 400
 
 
-# --- the trainer, in a process of its own ------------------------------------------------------------------------------
+# --- the trainer, in a process of its own
+# ------------------------------------------------------------------------------
 
 
 class _Trainer:
@@ -96,7 +99,10 @@ class _Trainer:
     def sha256(self) -> dict[str, str]:
         """Return the digest of each tensor's bits, as they were published."""
         bf16, int16 = self._torch.bfloat16, self._torch.int16
-        bits = {name: tensor.detach().to(bf16).contiguous().view(int16) for name, tensor in self._model.named_parameters()}
+        bits = {
+            name: tensor.detach().to(bf16).contiguous().view(int16)
+            for name, tensor in self._model.named_parameters()
+        }
         return {name: hashlib.sha256(held.cpu().numpy().tobytes()).hexdigest() for name, held in bits.items()}
 
 
@@ -146,7 +152,8 @@ class _Client:
         self._process.wait()
 
 
-# --- load --------------------------------------------------------------------------------------------------------------
+# --- load
+# --------------------------------------------------------------------------------------------------------------
 
 
 class _Load:
@@ -176,12 +183,17 @@ class _Load:
 
         timeout, connector = aiohttp.ClientTimeout(total=_PATIENCE_S), aiohttp.TCPConnector(limit=0)
         async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-            await asyncio.gather(*(self._stream(session, random.Random(number)) for number in range(self._streams)))
+            await asyncio.gather(
+                *(self._stream(session, random.Random(number)) for number in range(self._streams))
+            )
 
     async def _stream(self, session: Any, chance: random.Random) -> None:
         while not self._ended:
             count = chance.randint(*_TOKENS)
-            body = {"prompt": [chance.randrange(5, 30) for _ in range(chance.randrange(8, 48))], "max_tokens": count}
+            body = {
+                "prompt": [chance.randrange(5, 30) for _ in range(chance.randrange(8, 48))],
+                "max_tokens": count,
+            }
             body |= {"ignore_eos": True, "stream": True, "temperature": 1.0}
             try:
                 async with session.post(f"{self._url}/v1/completions", json=body) as reply:
@@ -200,10 +212,13 @@ class _Load:
                 await asyncio.sleep(0.2)
 
 
-# --- the run -----------------------------------------------------------------------------------------------------------
+# --- the run
+# -----------------------------------------------------------------------------------------------------------
 
 
-def measure(device: str, size: str, versions: int, streams: int, lr: float, options: Sequence[str]) -> dict[str, Any]:
+def measure(
+    device: str, size: str, versions: int, streams: int, lr: float, options: Sequence[str]
+) -> dict[str, Any]:
     """Run server and trainer; see `main` for the arguments. Returns rows of versions, rates and proofs."""
     with _folder() as folder:
         common.say(f"building a Qwen3 of random weights ({size})")
@@ -226,7 +241,9 @@ def measure(device: str, size: str, versions: int, streams: int, lr: float, opti
             trainer.close()
 
 
-def _measure(url: str, server: Child, trainer: _Client, versions: int, streams: int, lr: float) -> dict[str, Any]:
+def _measure(
+    url: str, server: Child, trainer: _Client, versions: int, streams: int, lr: float
+) -> dict[str, Any]:
     proven = [_prove(url, trainer)]
     load = _Load(url, streams)
     rates: dict[str, float] = {}
@@ -250,7 +267,10 @@ def _measure(url: str, server: Child, trainer: _Client, versions: int, streams: 
     proven.append(_prove(url, trainer))
     commits = {row["version"]: row for row in get_json(f"{url}/deltasync/status?commits=1000")["commits"]}
     for row in (*rows, most):
-        row |= {name: commits[row["version"]][name] for name in ("stage_s", "pause_s", "scatter_s", "lag_s", "served_at")}
+        row |= {
+            name: commits[row["version"]][name]
+            for name in ("stage_s", "pause_s", "scatter_s", "lag_s", "served_at")
+        }
         begin_s = row["served_at"] - row["pause_s"]
         over = [gap_s for at_s, gap_s in load.gaps if at_s > begin_s and at_s - gap_s < row["served_at"]]
         row["silence_s"] = max(over, default=None)
@@ -280,7 +300,9 @@ def _prove(url: str, trainer: _Client) -> int:
     wanted, found = trainer.ask("sha256"), get_json(f"{url}/deltasync/digest")
     different = [name for name, digest in wanted.items() if found["sha256"].get(name) != digest]
     if different:
-        raise DeltaSyncError(f"Version {found['version']} is not served bit for bit: {', '.join(different[:3])} differ.")
+        raise DeltaSyncError(
+            f"Version {found['version']} is not served bit for bit: {', '.join(different[:3])} differ."
+        )
     return int(found["version"])
 
 
@@ -307,7 +329,11 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
         found = sorted(scale * row[name] for row in result["rows"] if row[name] is not None)
         late = found[min(len(found) - 1, int(0.95 * len(found)))] if found else float("nan")
         middle = statistics.median(found) if found else float("nan")
-        return f"{middle:.1f}", f"{late:.1f}", "-" if result["most"][name] is None else f"{scale * result['most'][name]:.1f}"
+        return (
+            f"{middle:.1f}",
+            f"{late:.1f}",
+            "-" if result["most"][name] is None else f"{scale * result['most'][name]:.1f}",
+        )
 
     named = {
         "the trainer is held, ms": "held_s",
@@ -324,7 +350,9 @@ def lines(result: Mapping[str, Any]) -> Iterator[str]:
     rows += [("device memory beside the model, MB", *cells("peak_bytes", 1e-6))]
     yield from common.table((f"{len(result['rows'])} versions", "median", "p95", "most of the model"), rows)
     yield ""
-    yield from common.table(("tokens a second", ""), [(name, f"{rate:,.0f}") for name, rate in result["rates"].items()])
+    yield from common.table(
+        ("tokens a second", ""), [(name, f"{rate:,.0f}") for name, rate in result["rates"].items()]
+    )
     yield f"{result['requests']} requests, {len(result['failures'])} failed; bits equal at versions {result['proven']}"
 
 
@@ -335,7 +363,9 @@ def main() -> None:
         return
     parser = common.parser(__doc__)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--size", choices=SIZES, default="0.6b", help="model of the shape of Qwen3-0.6B, or the demo's")
+    parser.add_argument(
+        "--size", choices=SIZES, default="0.6b", help="model of the shape of Qwen3-0.6B, or the demo's"
+    )
     parser.add_argument("--versions", type=int, default=20, help="versions to measure, one a second")
     parser.add_argument("--streams", type=int, default=32, help="completions at the same time")
     parser.add_argument("--lr", type=float, default=1e-6, help="learning rate of AdamW")

@@ -1,11 +1,12 @@
-"""The cost of full weights, published and joined late, compared with a copy, the disk and sha256 of the same bytes.
+"""The cost of full weights, published and joined late, compared with a copy, the disk and sha256 of the same
+bytes.
 
     python -m benchmarks.join [--gigabytes 0.3] [--folder DIR] [--json]
 
-Weights have the shapes of Qwen3-0.6B, with fewer layers and a smaller vocabulary below 1.19 GB, that model's size. One
-process publishes to a directory: an anchor, three versions that change 1 %, and two more, the first of which is due for an
-anchor. Another process joins at the fourth version. Both load their kernels before anything is measured. Memory is how far
-resident memory rises above what it was before there were any weights.
+Weights have the shapes of Qwen3-0.6B, with fewer layers and a smaller vocabulary below 1.19 GB, that model's
+size. One process publishes to a directory: an anchor, three versions that change 1 %, and two more, the first
+of which is due for an anchor. Another process joins at the fourth version. Both load their kernels before
+anything is measured. Memory is how far resident memory rises above what it was before there were any weights.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ _DELTAS = 3
 
 
 def floors(folder: Path, gigabytes: float) -> dict[str, float]:
-    """Measure the least that must be done, in seconds: copy the weights (into new memory, and again), write and sync as many
-    bytes, sha256 of them in one thread.
+    """Measure the least that must be done, in seconds: copy the weights (into new memory, and again), write
+    and sync as many bytes, sha256 of them in one thread.
     """
     weights = model(gigabytes)
     size = sum(tensor.nbytes for tensor in weights.values())
@@ -66,7 +67,9 @@ def floors(folder: Path, gigabytes: float) -> dict[str, float]:
 
 
 def publish(folder: Path, gigabytes: float) -> dict[str, Any]:
-    """Measure seconds of an anchor, and of publishing while one is written; memory; the digest of version 4."""
+    """Measure seconds of an anchor, and of publishing while one is written; memory; the digest of version
+    4.
+    """
     warm_up()
     peak_bytes = _peak()
     weights = model(gigabytes)
@@ -105,7 +108,11 @@ def join(folder: Path, gigabytes: float) -> dict[str, Any]:
     return {"join_s": join_s, "peak_bytes": peak_bytes(), "sha256": digest(replica.state_dict())}
 
 
-PARTS: dict[str, Callable[[Path, float], dict[str, Any]]] = {"floors": floors, "publish": publish, "join": join}
+PARTS: dict[str, Callable[[Path, float], dict[str, Any]]] = {
+    "floors": floors,
+    "publish": publish,
+    "join": join,
+}
 
 
 def measure(gigabytes: float, folder: Path | None) -> dict[str, Any]:
@@ -137,7 +144,10 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         row("first publish: the trainer is held", publish["held_s"], "copy_s", "a copy"),
         row("first publish: until it is visible", publish["visible_s"], "disk_s", "writing to the disk"),
         row("a late joiner, with three deltas", join["join_s"], "sha256_s", "sha256"),
-        *((f"{who}: peak memory", f"{peak / 1e9:.2f} GB", f"{peak / weights:.2f} weights") for who, peak in peaks),
+        *(
+            (f"{who}: peak memory", f"{peak / 1e9:.2f} GB", f"{peak / weights:.2f} weights")
+            for who, peak in peaks
+        ),
     ]
     yield from table((f"{weights / 1e9:.2f} GB of full weights, a directory", "", ""), rows, words=3)
 
@@ -149,5 +159,10 @@ if __name__ == "__main__":
             measure,
             lines,
             common.option("--gigabytes", type=float, default=0.3),
-            common.option("--folder", type=Path, default=None, help="directory for the channel; default: a temporary one"),
+            common.option(
+                "--folder",
+                type=Path,
+                default=None,
+                help="directory for the channel; default: a temporary one",
+            ),
         )

@@ -1,14 +1,15 @@
-"""The time from the beginning of a publish to live bits elsewhere, over long lines, and the requests that this takes.
+"""The time from the beginning of a publish to live bits elsewhere, over long lines, and the requests that
+this takes.
 
     python -m benchmarks.lag [small] [large] [idle] [--versions 20] [--json]
 
-from the root of the repository, with the development dependencies. The store is S3 (moto). A publisher and a host replica
-each reach it over a simulated line (`tests.servers.line`). All run in processes of their own, and requests are counted at
-the server. Bits are compared at the last version.
+from the root of the repository, with the development dependencies. The store is S3 (moto). A publisher and a
+host replica each reach it over a simulated line (`tests.servers.line`). All run in processes of their own,
+and requests are counted at the server. Bits are compared at the last version.
 
-small   a delta of 130 kB at 200 ms per round trip: round trips from the beginning of the publish, without the encode
-large   1 % of Qwen3-0.6B's shape, 7 MB, over 50 ms and 100 Mbit/s: times one transfer and two round trips
-idle    requests of a replica while nothing is published
+small   a delta of 130 kB at 200 ms per round trip: round trips from the beginning of the publish, without the
+encode large   1 % of Qwen3-0.6B's shape, 7 MB, over 50 ms and 100 Mbit/s: times one transfer and two round
+trips idle    requests of a replica while nothing is published
 """
 
 from __future__ import annotations
@@ -60,15 +61,20 @@ def cases(versions: int) -> dict[str, Case]:
     """Return the shapes by name."""
     return {
         "small": Case(shapes={"w": (10_500, 1000)}, line=Shape(0.2), versions=versions, between_s=3.0),
-        "large": Case(shapes=models.shapes(), line=Shape(0.05, 100e6), versions=max(5, versions // 2), between_s=5.0),
+        "large": Case(
+            shapes=models.shapes(), line=Shape(0.05, 100e6), versions=max(5, versions // 2), between_s=5.0
+        ),
     }
 
 
-# --- the processes of the server and of the lines ------------------------------------------------------------------------
+# --- the processes of the server and of the lines
+# ------------------------------------------------------------------------
 
 
 def serve(pipe: Connection) -> None:
-    """Run the server. Sends its URL for each of `ENDS`, then answers each message but None with the requests since."""
+    """Run the server. Sends its URL for each of `ENDS`, then answers each message but None with the requests
+    since.
+    """
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(contextlib.closing(MotoServer()))
         bucket = server.new_bucket()
@@ -81,7 +87,9 @@ def serve(pipe: Connection) -> None:
 
 
 def carry(ports: dict[str, int], pipe: Connection) -> None:
-    """Run the lines to these ports. Sends their own ports, then gives the lines each shape that it receives."""
+    """Run the lines to these ports. Sends their own ports, then gives the lines each shape that it
+    receives.
+    """
     with contextlib.ExitStack() as stack:
         lines = {end: stack.enter_context(Line(("127.0.0.1", port), Shape())) for end, port in ports.items()}
         pipe.send({end: line.port for end, line in lines.items()})
@@ -92,15 +100,18 @@ def carry(ports: dict[str, int], pipe: Connection) -> None:
 
 
 class Server:
-    """The server behind its lines, each in a process of its own. `urls` are the channel's through the line of each of
-    `ENDS`.
+    """The server behind its lines, each in a process of its own. `urls` are the channel's through the line of
+    each of `ENDS`.
     """
 
     def __enter__(self) -> Server:
         with contextlib.ExitStack() as stack:
             self._server = stack.enter_context(running(serve))
             urls: dict[str, str] = self._server.recv()
-            ports = {end: int(url.partition("endpoint=http://127.0.0.1:")[2].partition("&")[0]) for end, url in urls.items()}
+            ports = {
+                end: int(url.partition("endpoint=http://127.0.0.1:")[2].partition("&")[0])
+                for end, url in urls.items()
+            }
             self._lines = stack.enter_context(running(carry, ports))
             near: dict[str, int] = self._lines.recv()
             self.urls = {end: url.replace(f":{ports[end]}", f":{near[end]}") for end, url in urls.items()}
@@ -122,11 +133,14 @@ class Server:
         return found
 
 
-# --- the process of the replica -----------------------------------------------------------------------------------------
+# --- the process of the replica
+# -----------------------------------------------------------------------------------------
 
 
 def follow(url: str, pipe: Connection) -> None:
-    """Follow a channel as `deltasync follow` does. Sends each version and when its bits were live; any message ends it."""
+    """Follow a channel as `deltasync follow` does. Sends each version and when its bits were live; any
+    message ends it.
+    """
     store = open_store(url)
     replica = Replica(store)
     before: int | None = None
@@ -156,14 +170,15 @@ def running(target: Any, *args: Any) -> Iterator[Connection]:
         process.terminate()
 
 
-# --- the trainer --------------------------------------------------------------------------------------------------------
+# --- the trainer
+# --------------------------------------------------------------------------------------------------------
 
 
 def measure(case: Case) -> dict[str, Any]:
     """Publish versions, and measure when they are live.
 
-    Returns `payload_bytes`, and for each version: `lag_s` from the beginning of the publish, `encode_s`, `held_s`;
-    `requests` of one version by kind; `cold_puts`, records that were put on a new connection.
+    Returns `payload_bytes`, and for each version: `lag_s` from the beginning of the publish, `encode_s`,
+    `held_s`; `requests` of one version by kind; `cold_puts`, records that were put on a new connection.
     """
     random = np.random.default_rng(0)
     weights = {}
@@ -185,7 +200,9 @@ def measure(case: Case) -> dict[str, Any]:
             while (live := replica.recv())[0] < receipt.version:
                 pass
             if number >= 0:
-                rows.append({"lag_s": live[1] - began_s, "encode_s": receipt.encode_s, "held_s": receipt.held_s})
+                rows.append(
+                    {"lag_s": live[1] - began_s, "encode_s": receipt.encode_s, "held_s": receipt.held_s}
+                )
             time.sleep(max(0.0, began_s + case.between_s - time.monotonic()))
         exchanges = server.taken()
         replica.send(None)
@@ -219,7 +236,9 @@ def cold_puts(exchanges: Sequence[Exchange], warm: set[int]) -> int:
     """Count the puts of records on a new connection."""
     cold, known = 0, set(warm)
     for exchange in exchanges:
-        cold += exchange.method == "PUT" and "/versions/" in exchange.path and exchange.connection not in known
+        cold += (
+            exchange.method == "PUT" and "/versions/" in exchange.path and exchange.connection not in known
+        )
         known.add(exchange.connection)
     return cold
 
@@ -244,7 +263,8 @@ def idle() -> dict[str, Any]:
     }
 
 
-# --- the result ---------------------------------------------------------------------------------------------------------
+# --- the result
+# ---------------------------------------------------------------------------------------------------------
 
 
 def summary(name: str, case: Case, found: dict[str, Any]) -> dict[str, Any]:
@@ -285,7 +305,9 @@ def lines(result: dict[str, dict[str, Any]]) -> Iterator[str]:
 def main() -> None:
     """Measure the cases that are named."""
     parser = common.parser(__doc__)
-    parser.add_argument("what", nargs="*", choices=["small", "large", "idle", []], help="default: small and idle")
+    parser.add_argument(
+        "what", nargs="*", choices=["small", "large", "idle", []], help="default: small and idle"
+    )
     parser.add_argument("--versions", type=int, default=20)
     given = parser.parse_args()
     os.environ.update(KEYS)

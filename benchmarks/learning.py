@@ -2,16 +2,16 @@
 
     python -m benchmarks.learning --out DIR [--steps 20] [--json]
 
-from the root of the repository, with the development dependencies. Needs no GPU, and about five minutes on two cores. Runs
-TRL's GRPOTrainer three times from the same seeds, each on a real vLLM server of its own:
+from the root of the repository, with the development dependencies. Needs no GPU, and about five minutes on
+two cores. Runs TRL's GRPOTrainer three times from the same seeds, each on a real vLLM server of its own:
 
-    frozen      no weights ever reach the server: the control, whose parameters must differ
-    deltasync   every sync publishes to the channel that the server follows
-    dense       every sync writes all weights as a bfloat16 checkpoint, which vLLM reloads itself (`reload_weights`)
+    frozen      no weights ever reach the server: the control, whose parameters must differ deltasync   every
+    sync publishes to the channel that the server follows dense       every sync writes all weights as a
+    bfloat16 checkpoint, which vLLM reloads itself (`reload_weights`)
 
-The server runs one request at a time and every request has a seed, so that tokens depend on the weights alone and not on how
-requests were batched. Writes docs/images/learning.png. Exits with 1 unless deltasync and dense give equal parameters, and
-frozen others.
+The server runs one request at a time and every request has a seed, so that tokens depend on the weights alone
+and not on how requests were batched. Writes docs/images/learning.png. Exits with 1 unless deltasync and dense
+give equal parameters, and frozen others.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ ENVIRON: dict[str, dict[str, str]] = {
     "deltasync": {},
     "dense": {"DELTASYNC_CHANNEL": ""},
 }
-"""Of the server of each arm: one that follows a channel answers nothing before a version, and refuses other weights."""
+"""Of the server of each arm: one that follows a channel answers nothing before a version, and refuses other
+weights.
+"""
 LEARNING_RATE = 2e-4  # the demo's rate would hardly move the reward in so few steps
 PLOT = Path(__file__).parents[1] / "docs" / "images" / "learning.png"
 
@@ -45,7 +47,10 @@ def main() -> None:
     """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument(
-        "--out", type=Path, required=True, help="directory for model, channel and results; a model there is used"
+        "--out",
+        type=Path,
+        required=True,
+        help="directory for model, channel and results; a model there is used",
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--arm", choices=ARMS, help="used by the benchmark itself")
@@ -140,13 +145,17 @@ def train(arm: str, server_url: str, out: Path, steps: int) -> None:
 
 
 def pushing_client(base: type, folder: Path, arm: str) -> type:
-    """Return TRL's client without deltasync: it writes all weights to `folder` if `arm` is `dense`, and none otherwise."""
+    """Return TRL's client without deltasync: it writes all weights to `folder` if `arm` is `dense`, and none
+    otherwise.
+    """
 
     class PushingClient(base):  # type: ignore[misc,valid-type]
         def init_communicator(self, device: Any = 0) -> None:
             begin_dense(folder)
 
-        def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]) -> None:
+        def update_named_params(
+            self, metadata: Any, named_params: Iterator[tuple[str, torch.Tensor]]
+        ) -> None:
             if arm == "dense":
                 self._post(f"{self.base_url}/collective_rpc", json=write_dense(folder, named_params))
 
@@ -167,13 +176,17 @@ def write_dense(folder: Path, named_tensors: Iterator[tuple[str, torch.Tensor]])
 
 
 def compare(runs: dict[str, dict[str, Any]]) -> dict[str, Any]:
-    """Compare the arms; `as_wanted` if deltasync equals the dense transfer, the control differs, and every tensor moved."""
+    """Compare the arms; `as_wanted` if deltasync equals the dense transfer, the control differs, and every
+    tensor moved.
+    """
     dense = runs["dense"]
     arms = {}
     for arm, run in runs.items():
         arms[arm] = {
             "equal_tensors": sum(run["after"][name] == digest for name, digest in dense["after"].items()),
-            "equal_rewards": sum(mine == theirs for mine, theirs in zip(run["rewards"], dense["rewards"], strict=True)),
+            "equal_rewards": sum(
+                mine == theirs for mine, theirs in zip(run["rewards"], dense["rewards"], strict=True)
+            ),
             "reward_first_5": sum(run["rewards"][:5]) / 5,
             "reward_last_5": sum(run["rewards"][-5:]) / 5,
             "wall_s": run["wall_s"],
@@ -200,7 +213,12 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
         same = f"{found['equal_rewards']} of {result['steps']} steps"
         rewards = f"{found['reward_first_5']:.3f} / {found['reward_last_5']:.3f}"
         rows.append((arm, size, equal, same, rewards))
-    columns = ("per sync", "parameters equal to dense", "rewards equal to dense", "reward, first / last 5 steps")
+    columns = (
+        "per sync",
+        "parameters equal to dense",
+        "rewards equal to dense",
+        "reward, first / last 5 steps",
+    )
     yield from common.table(("transfer", *columns), rows)
     yield f"{result['parameters']:,} parameters, {result['steps']} steps of GRPO"
 
@@ -213,7 +231,9 @@ def plot(results: dict[str, dict[str, Any]]) -> None:
         "frozen": {"color": "tab:gray", "linewidth": 1, "linestyle": "--"},
     }
     title = "GRPO, same seeds: deltasync and a dense transfer give the same parameters, bit for bit"
-    plot_rewards(PLOT, title, [(results[arm]["rewards"], {"label": arm, **style}) for arm, style in styles.items()])
+    plot_rewards(
+        PLOT, title, [(results[arm]["rewards"], {"label": arm, **style}) for arm, style in styles.items()]
+    )
 
 
 def plot_rewards(target: Path, title: str, lines: Iterable[tuple[Sequence[float], dict[str, Any]]]) -> None:

@@ -1,4 +1,6 @@
-"""Weights that benchmarks publish: random ones in the shapes of Qwen3-0.6B, and versions that move a part of them."""
+"""Weights that benchmarks publish: random ones in the shapes of Qwen3-0.6B, and versions that move a part of
+them.
+"""
 
 from __future__ import annotations
 
@@ -17,12 +19,19 @@ _MAX_STEP = 2  # ULP
 
 
 def shapes(gigabytes: float = 1.19) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of Qwen3-0.6B's matrices; of fewer layers and a smaller vocabulary for less than 1.19 GB."""
+    """Return the shapes of Qwen3-0.6B's matrices; of fewer layers and a smaller vocabulary for less than 1.19
+    GB.
+    """
     share = gigabytes * 1e9 / _FULL_BYTES
     found: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (round(151_936 * share), 1024)}
     for layer in range(max(1, round(28 * share))):
         start = f"model.layers.{layer}"
-        for name, shape in (("q", (2048, 1024)), ("k", (1024, 1024)), ("v", (1024, 1024)), ("o", (1024, 2048))):
+        for name, shape in (
+            ("q", (2048, 1024)),
+            ("k", (1024, 1024)),
+            ("v", (1024, 1024)),
+            ("o", (1024, 2048)),
+        ):
             found[f"{start}.self_attn.{name}_proj.weight"] = shape
         for name, shape in (("gate", (3072, 1024)), ("up", (3072, 1024)), ("down", (1024, 3072))):
             found[f"{start}.mlp.{name}_proj.weight"] = shape
@@ -39,7 +48,9 @@ def model(gigabytes: float) -> Weights:
 
 
 def change(weights: Weights, fraction: float, seed: int) -> None:
-    """Move a fraction of the elements, at random positions of every tensor, by one or two ULP. Mutates `weights`."""
+    """Move a fraction of the elements, at random positions of every tensor, by one or two ULP. Mutates
+    `weights`.
+    """
     if not fraction:
         return
     random = np.random.default_rng(seed)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.outage [--seconds 120] [--json]
 
-from the root of the repository, with the development dependencies. Needs no GPU. A transformers.Trainer publishes every step
-to an S3 server (moto, in this process) through a proxy that answers 503 during the middle half of the time. The same
-training without an outage runs first, for comparison. Exits with 1 if the outage costs more than 5 % of the throughput, or a
-published bit is wrong.
+from the root of the repository, with the development dependencies. Needs no GPU. A transformers.Trainer
+publishes every step to an S3 server (moto, in this process) through a proxy that answers 503 during the
+middle half of the time. The same training without an outage runs first, for comparison. Exits with 1 if the
+outage costs more than 5 % of the throughput, or a published bit is wrong.
 """
 
 from __future__ import annotations
@@ -59,19 +59,30 @@ def main() -> None:
 def lines(result: dict[str, Any]) -> Iterator[str]:
     """Yield the result as lines of text."""
     rows = []
-    for name, key in (("up all the time", "up"), (f"down for {result['seconds'] / 2:.0f} s in the middle", "down")):
+    for name, key in (
+        ("up all the time", "up"),
+        (f"down for {result['seconds'] / 2:.0f} s in the middle", "down"),
+    ):
         found = result[key]
         bits = "equal" if found["equal"] else "WRONG"
         rates = (f"{found['rate']:.2f}", f"{found['middle_rate']:.2f}")
         rows.append((name, *rates, found["versions"], found["coalesced"], bits))
-    columns = ("steps/s", "steps/s in the middle half", "versions", "published in the largest", "bits of every version")
+    columns = (
+        "steps/s",
+        "steps/s in the middle half",
+        "versions",
+        "published in the largest",
+        "bits of every version",
+    )
     yield from table(("store", *columns), rows)
     yield f"{result['up']['elements']:,} weights, every step published"
     yield f"throughput while the store is down: {result['ratio']:.1%} of that with it up"
 
 
 def run(server: MotoServer, proxy: FaultProxy, seconds: float, *, outage: bool) -> dict[str, Any]:
-    """Run one training in a process of its own, and check its versions; an outage is timed from the first step."""
+    """Run one training in a process of its own, and check its versions; an outage is timed from the first
+    step.
+    """
     url = server.url(server.new_bucket(), endpoint=proxy.url)
     with tempfile.TemporaryDirectory() as folder:
         steps_file = Path(folder) / "steps.jsonl"
@@ -154,7 +165,10 @@ def train(channel: str, steps_file: Path, seconds: float) -> None:
             callbacks=[Steps(steps_file, seconds), sync],
         )
         trainer.train()
-    history = [{"version": r.version, "step": r.step, "total": r.total, "coalesced": r.coalesced} for r in sync.history]
+    history = [
+        {"version": r.version, "step": r.step, "total": r.total, "coalesced": r.coalesced}
+        for r in sync.history
+    ]
     with steps_file.open("a") as file:
         file.write(json.dumps({"history": history}) + "\n")
 

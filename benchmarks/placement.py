@@ -1,4 +1,5 @@
-"""The memory that each place of the shadow takes, by the code's constants: the table of docs/operations/sizing.md.
+"""The memory that each place of the shadow takes, by the code's constants: the table of
+docs/operations/sizing.md.
 
 python -m benchmarks.placement [--json]
 """
@@ -27,16 +28,31 @@ def measure() -> list[dict[str, Any]]:
         weights, pinned = held * ITEM_BYTES, 2 * detect.PIECE_BYTES
         beside = groups.beside_bytes(-(-held // groups.BLOCK), ITEM_BYTES)
         changes = groups.room(int(CHANGED_FRACTION * held), held) * (4 + ITEM_BYTES)
-        on_host = {"host_bytes": weights + pinned, "device_bytes": 0, "beside_bytes": 0, "crossing_bytes": weights}
-        on_device = {"host_bytes": 0, "device_bytes": weights, "beside_bytes": beside + changes, "crossing_bytes": 0}
-        rows += [{"model": model, "place": place} | of for place, of in (("host", on_host), ("device", on_device))]
+        on_host = {
+            "host_bytes": weights + pinned,
+            "device_bytes": 0,
+            "beside_bytes": 0,
+            "crossing_bytes": weights,
+        }
+        on_device = {
+            "host_bytes": 0,
+            "device_bytes": weights,
+            "beside_bytes": beside + changes,
+            "crossing_bytes": 0,
+        }
+        rows += [
+            {"model": model, "place": place} | of for place, of in (("host", on_host), ("device", on_device))
+        ]
     return rows
 
 
 def lines(result: list[dict[str, Any]]) -> Iterator[str]:
     """Yield the table of docs/operations/sizing.md."""
     columns = ("host", "device", "beside", "crossing")
-    rows = ((row["model"], f"`{row['place']}`", *(_size(row[f"{name}_bytes"]) for name in columns)) for row in result)
+    rows = (
+        (row["model"], f"`{row['place']}`", *(_size(row[f"{name}_bytes"]) for name in columns))
+        for row in result
+    )
     head = (
         "model",
         "shadow",

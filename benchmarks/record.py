@@ -1,13 +1,13 @@
 """Record every file of docs/results/ anew on this machine, then the tables and pictures of the documents.
 
-    make results                          # hours; an interrupted one goes on where it stopped
-    make results RESULTS='--list'         # the files, their commands, minutes, and what this machine cannot do
-    make results RESULTS='--only shards --only codec'
-    make results RESULTS='--into docs/results/h100'     # another machine's files, for docs/benchmarks/machines.md
+    make results                          # hours; an interrupted one goes on where it stopped make results
+    RESULTS='--list'         # the files, their commands, minutes, and what this machine cannot do make
+    results RESULTS='--only shards --only codec' make results RESULTS='--into docs/results/h100'     # another
+    machine's files, for docs/benchmarks/machines.md
 
-Each command prints a result with machine, versions and commit. They are kept in `--state`, with a log each, until all that
-were asked for have ended; only then the documents change, so that all results are of one commit. What cannot run here is
-named, and its file stays as it is.
+Each command prints a result with machine, versions and commit. They are kept in `--state`, with a log each,
+until all that were asked for have ended; only then the documents change, so that all results are of one
+commit. What cannot run here is named, and its file stays as it is.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Entry:
     Attributes:
         minutes: What it takes on two cores.
         command: Arguments of Python. `{state}` is the folder of the state, `{corpus}` that of the real runs.
-        refusal: Says why this machine cannot run it, by the folders of the state and of the real runs; None if it can.
+        refusal: Says why this machine cannot run it, by the folders of the state and of the real runs; None
+            if it can.
         pictures: Files of the state, and the pictures of the documents that they become.
     """
 
@@ -59,7 +60,9 @@ def _without(*modules: str) -> Callable[[Path, Path], str | None]:
 def _no_memory(gigabytes: float) -> Callable[[Path, Path], str | None]:
     def refusal(state: Path, corpus: Path) -> str | None:
         found = common.machine()["memory_bytes"] / 1e9
-        return f"it needs {gigabytes:g} GB of memory, and there are {found:.0f}" if found < gigabytes else None
+        return (
+            f"it needs {gigabytes:g} GB of memory, and there are {found:.0f}" if found < gigabytes else None
+        )
 
     return refusal
 
@@ -71,11 +74,17 @@ def _no_demo(state: Path, corpus: Path) -> str | None:
 def _no_runs(state: Path, corpus: Path) -> str | None:
     if not any(corpus.glob("*/channel.json")):
         return f"{corpus} has no real runs: make corpus, or name another folder"
-    return None if (corpus / BASE).exists() else f"{corpus / BASE} is missing, the checkpoint that the runs start from"
+    return (
+        None
+        if (corpus / BASE).exists()
+        else f"{corpus / BASE} is missing, the checkpoint that the runs start from"
+    )
 
 
 def _no_rivals(state: Path, corpus: Path) -> str | None:
-    return _no_runs(state, corpus) or (None if _rivals() else "the rivals are not installed: make .venv-rivals/.ready")
+    return _no_runs(state, corpus) or (
+        None if _rivals() else "the rivals are not installed: make .venv-rivals/.ready"
+    )
 
 
 def _no_hosts(state: Path, corpus: Path) -> str | None:
@@ -100,7 +109,9 @@ ENTRIES = {
     "corpus": Entry(8, "-m benchmarks.corpus {corpus} --json", _no_runs),
     "rivals": Entry(12, "-m benchmarks.rivals {corpus} --json", _no_rivals),
     "demo": Entry(4, "-m benchmarks.demo --out {state}/demo --json", _VLLM, (("demo/run.png", "demo.png"),)),
-    "codec_real": Entry(4, "-m benchmarks.codec --data real --channel file://{state}/demo/channel --json", _no_demo),
+    "codec_real": Entry(
+        4, "-m benchmarks.codec --data real --channel file://{state}/demo/channel --json", _no_demo
+    ),
     "commit": Entry(4, "-m benchmarks.commit --json", _VLLM),
     "learning": Entry(5, "-m benchmarks.learning --out {state}/learning --json", _VLLM),
     "async_learning": Entry(12, "-m benchmarks.async_learning --out {state}/async_learning --json", _VLLM),
@@ -131,11 +142,22 @@ def record(name: str, state: Path, corpus: Path) -> str | None:
         return refusal
     common.say(f"{name}: about {entry.minutes} minutes on two cores")
     partial = state / f"{name}.partial"
-    places = [str(common.ROOT), str(common.ROOT / "examples"), *filter(None, [_rivals() if name == "rivals" else None])]
-    environ = {**os.environ, "PYTHONPATH": os.pathsep.join(places), "CI": "1", "TRL_EXPERIMENTAL_SILENCE": "1"}
+    places = [
+        str(common.ROOT),
+        str(common.ROOT / "examples"),
+        *filter(None, [_rivals() if name == "rivals" else None]),
+    ]
+    environ = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(places),
+        "CI": "1",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
     words = [word.format(state=state, corpus=corpus) for word in entry.command.split()]
     with partial.open("wb") as found, (state / f"{name}.log").open("ab") as log:
-        code = subprocess.run([sys.executable, *words], cwd=common.ROOT, env=environ, stdout=found, stderr=log).returncode
+        code = subprocess.run(
+            [sys.executable, *words], cwd=common.ROOT, env=environ, stdout=found, stderr=log
+        ).returncode
     if code:
         common.say(f"{name}: failed with exit code {code}; see {state / name}.log")
         return f"exit code {code}"
@@ -148,16 +170,27 @@ def record(name: str, state: Path, corpus: Path) -> str | None:
 
 def main() -> None:
     """Record what was asked for and is missing; exit with 1 if something failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", action="append", choices=tuple(ENTRIES), metavar="NAME", help="may be given several times")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", action="append", choices=tuple(ENTRIES), metavar="NAME", help="may be given several times"
+    )
     parser.add_argument("--list", action="store_true", help="say what would run, and run nothing")
-    parser.add_argument("--state", type=Path, default=common.ROOT / "results-state", help="what was recorded so far")
-    parser.add_argument("--corpus", type=Path, default=common.ROOT / "corpus", help="the folder of the real runs")
+    parser.add_argument(
+        "--state", type=Path, default=common.ROOT / "results-state", help="what was recorded so far"
+    )
+    parser.add_argument(
+        "--corpus", type=Path, default=common.ROOT / "corpus", help="the folder of the real runs"
+    )
     parser.add_argument("--into", type=Path, default=results.RESULTS, help="where the files go at the end")
     given = parser.parse_args()
     names, state, corpus = given.only or list(ENTRIES), given.state.resolve(), given.corpus.resolve()
     if given.list:
-        rows = [(name, ENTRIES[name].minutes, _state_of(name, state, corpus), ENTRIES[name].command) for name in names]
+        rows = [
+            (name, ENTRIES[name].minutes, _state_of(name, state, corpus), ENTRIES[name].command)
+            for name in names
+        ]
         print("\n".join(common.table(("file", "minutes", "here", "python"), rows)))
         return
     state.mkdir(parents=True, exist_ok=True)
@@ -169,7 +202,9 @@ def main() -> None:
 
 
 def _state_of(name: str, state: Path, corpus: Path) -> str:
-    return "recorded" if (state / f"{name}.json").exists() else ENTRIES[name].refusal(state, corpus) or "to do"
+    return (
+        "recorded" if (state / f"{name}.json").exists() else ENTRIES[name].refusal(state, corpus) or "to do"
+    )
 
 
 def _check_commit(state: Path) -> None:
@@ -179,7 +214,8 @@ def _check_commit(state: Path) -> None:
         mark.write_text(commit)
     if (found := mark.read_text()).removesuffix("+") != commit.removesuffix("+"):
         raise ConfigError(
-            f"{state} holds results of commit {found}, and {commit} is checked out. Remove it, or check out that."
+            f"{state} holds results of commit {found}, and {commit} is checked out. Remove it, or check out "
+            "that."
         )
 
 

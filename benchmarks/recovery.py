@@ -4,8 +4,9 @@
 
 The default is the size of Qwen3-0.6B, and needs 8 GB of memory and 2.5 GB of disk.
 
-One run measures three things, so that a disturbance affects all of them: the rollback of a version that changed 1 % of the
-elements; the load of an anchor into an empty replica; and the same after a flipped bit in memory, audit included.
+One run measures three things, so that a disturbance affects all of them: the rollback of a version that
+changed 1 % of the elements; the load of an anchor into an empty replica; and the same after a flipped bit in
+memory, audit included.
 """
 
 from __future__ import annotations
@@ -100,5 +101,7 @@ if __name__ == "__main__":
         lines,
         common.option("--elements", type=int, default=596_000_000),
         common.option("--repeats", type=int, default=5),
-        common.option("--folder", type=Path, default=None, help="directory for the channel; default: a temporary one"),
+        common.option(
+            "--folder", type=Path, default=None, help="directory for the channel; default: a temporary one"
+        ),
     )

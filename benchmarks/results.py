@@ -104,7 +104,8 @@ def _source(*names: str) -> Iterator[str]:
         yield f"`{found['command']}`{commit}, {found['date']}, {machine}; more in `docs/results/{name}.json`."
 
 
-# --- the codecs ---------------------------------------------------------------------------------------------------------
+# --- the codecs
+# ---------------------------------------------------------------------------------------------------------
 
 
 def _codec_sizes(name: str) -> Iterator[str]:
@@ -133,7 +134,11 @@ def _sample_name(sample: dict[str, Any]) -> str:
     changed = f"{sample['changed_fraction']:.2%}"
     if sample["source"] == "simulation":
         return changed
-    names = {"finetune": f"fine-tuning, {sample['label']}", "masters": sample["label"].replace(" 1.07%", ""), "demo": "demo"}
+    names = {
+        "finetune": f"fine-tuning, {sample['label']}",
+        "masters": sample["label"].replace(" 1.07%", ""),
+        "demo": "demo",
+    }
     return f"{names[sample['source']]}, {changed}"
 
 
@@ -149,7 +154,9 @@ def _bound(sample: dict[str, Any], context: str) -> float:
 
 def _master(label: str) -> dict[str, Any]:
     """Return a sample of `benchmarks.codec --data masters`."""
-    found: dict[str, Any] = next(each for each in load("codec_masters")["result"]["samples"] if each["label"] == label)
+    found: dict[str, Any] = next(
+        each for each in load("codec_masters")["result"]["samples"] if each["label"] == label
+    )
     return found
 
 
@@ -159,7 +166,9 @@ def _nearest_to_rl() -> dict[str, Any]:
 
 
 def codec_masters() -> Iterator[str]:
-    """Yield sizes of one step and of compactions, by master, and the bytes of a compaction by those of its steps."""
+    """Yield sizes of one step and of compactions, by master, and the bytes of a compaction by those of its
+    steps.
+    """
     samples = [
         (_master(f"{master} 1.07%, {span}"), _master(f"{master} 1.07%, one step"), steps)
         for master in ("fp32", "bf16 start", "bf16")
@@ -169,15 +178,21 @@ def codec_masters() -> Iterator[str]:
     for name in ("packed", "context"):
         pairs = [(_encoding(sample, name), _encoding(step, name), steps) for sample, step, steps in samples]
         shares = (each["payload_bytes"] / one["payload_bytes"] / steps for each, one, steps in pairs)
-        rows.append((f"bytes of `{name}`, of those of single steps", "", *(f"{share:.0%}" for share in shares)))
+        rows.append(
+            (f"bytes of `{name}`, of those of single steps", "", *(f"{share:.0%}" for share in shares))
+        )
     yield from _sizes([sample for sample, _, _ in samples], rows)
     yield from _source("codec_masters")
 
 
 def _bits_at(master: str, span: str, encoding: str, changed_fraction: float) -> float:
-    """Return an encoding's bits at a density, interpolated in its logarithm between the samples of a master."""
+    """Return an encoding's bits at a density, interpolated in its logarithm between the samples of a
+    master.
+    """
     samples = load("codec" if master == "fp32" else "codec_masters")["result"]["samples"]
-    found = [each for each in samples if master == "fp32" or re.fullmatch(rf"{master} \S+%, {span}", each["label"])]
+    found = [
+        each for each in samples if master == "fp32" or re.fullmatch(rf"{master} \S+%, {span}", each["label"])
+    ]
     found.sort(key=lambda each: each["changed_fraction"])
     densities = [math.log(each["changed_fraction"]) for each in found]
     bits = [_encoding(each, encoding)["bits_per_changed"] for each in found]
@@ -190,8 +205,14 @@ def codec_pulse() -> Iterator[str]:
     for run, parameters, fractions in published.PULSE_RUNS:
         cells = []
         for span, changed in zip(_SPANS, fractions, strict=True):
-            bits = (_bits_at("bf16", span, name, changed) for name in ("COO u8/u16 + bf16, zstd", "packed", "context"))
-            cells += [f"{changed:.2%}", " / ".join(_three_digits(parameters * changed * each / 8e6) for each in bits)]
+            bits = (
+                _bits_at("bf16", span, name, changed)
+                for name in ("COO u8/u16 + bf16, zstd", "packed", "context")
+            )
+            cells += [
+                f"{changed:.2%}",
+                " / ".join(_three_digits(parameters * changed * each / 8e6) for each in bits),
+            ]
         rows.append((run, *cells))
     columns = [head for span in _SPANS for head in (f"{span} changes", "MB: COO / `packed` / `context`")]
     yield from _table(("model, learning rate", *columns), rows, words=1)
@@ -223,8 +244,14 @@ def codec_speed() -> Iterator[str]:
     rows = []
     for each in sample["encodings"]:
         peak = each["encode_peak_extra_bytes"]
-        rates = (f"{each['encode_gb_s']:.1f}", f"{each['encode_of_memcpy']:.0%}", f"{each['apply_changed_per_s'] / 1e6:.0f}")
-        rows.append((f"{each['name']} ({each['systems']})", *rates, "" if peak is None else f"{peak / 1e6:.1f}"))
+        rates = (
+            f"{each['encode_gb_s']:.1f}",
+            f"{each['encode_of_memcpy']:.0%}",
+            f"{each['apply_changed_per_s'] / 1e6:.0f}",
+        )
+        rows.append(
+            (f"{each['name']} ({each['systems']})", *rates, "" if peak is None else f"{peak / 1e6:.1f}")
+        )
     columns = ("diff + encode, GB/s", "of memcpy", "decode + scatter, M/s", "peak extra, MB")
     memcpy_gb_s = load("codec")["result"]["memcpy_gb_s"]
     yield (
@@ -239,7 +266,10 @@ def codec_speed() -> Iterator[str]:
 def saved() -> Iterator[str]:
     """Yield the bytes of one step of a larger model, computed from the measured bits per changed element."""
     run, real = _real_steps()[-1]
-    bits = {name: _encoding(_nearest_to_rl(), name)["bits_per_changed"] for name in ("int32 + bf16", "packed", "context")}
+    bits = {
+        name: _encoding(_nearest_to_rl(), name)["bits_per_changed"]
+        for name in ("int32 + bf16", "packed", "context")
+    }
     step = {name: _QWEN3_8B * 0.01 * each / 8e6 for name, each in bits.items()}
     late = {name: step[name] * SHARE for name in ("packed", "context")}
 
@@ -250,17 +280,31 @@ def saved() -> Iterator[str]:
     full = f"{2 * _QWEN3_8B / 1e9:.1f} GB"
     rows = [
         ("full weights in bf16", full, full, "0"),
-        ("index and value of each change (TRL's draft, vLLM's sparse format, verl)", *cells("int32 + bf16"), ""),
+        (
+            "index and value of each change (TRL's draft, vLLM's sparse format, verl)",
+            *cells("int32 + bf16"),
+            "",
+        ),
         ("**deltasync**", *(f"**{cell}**" for cell in cells("context")), f"{late['context']:.0f} MB"),
-        ('**deltasync**, `codec="packed"`', *(f"**{cell}**" for cell in cells("packed")), f"{late['packed']:.0f} MB"),
+        (
+            '**deltasync**, `codec="packed"`',
+            *(f"**{cell}**" for cell in cells("packed")),
+            f"{late['packed']:.0f} MB",
+        ),
     ]
-    heads = (f"sent, as in GRPO at {corpus_report.name(run)} ({real['changed_fraction']:.2%} change)", "sent, 1 % simulated")
+    heads = (
+        f"sent, as in GRPO at {corpus_report.name(run)} ({real['changed_fraction']:.2%} change)",
+        "sent, 1 % simulated",
+    )
     yield from _table(("one step of Qwen3-8B", *heads, "stored for late joiners, at most"), rows, words=1)
 
 
 def codec_readme() -> Iterator[str]:
     """Yield sizes of one step: of real runs, and of the simulation that is nearest to them."""
-    rivals = {run["name"]: {each["name"]: each for each in run["systems"]} for run in load("rivals")["result"]["runs"]}
+    rivals = {
+        run["name"]: {each["name"]: each for each in run["systems"]}
+        for run in load("rivals")["result"]["runs"]
+    }
     samples = [(f"GRPO, {corpus_report.name(run)}", span, rivals[run["name"]]) for run, span in _real_steps()]
     samples.append(("simulation", _nearest_to_rl(), {}))
     rows = []
@@ -268,9 +312,13 @@ def codec_readme() -> Iterator[str]:
         found = [f"{_encoding(sample, name)['bits_per_changed']:.2f}" for name in _README]
         bits = [f"**{each}**" if name in CODECS else each for name, each in zip(_README, found, strict=True)]
         bits += [f"{others[name]['bits_per_changed']:.2f}" if others else "" for name in _README_RIVALS]
-        rows.append((f"{label}, {sample['changed_fraction']:.2%}", *bits, f"{_bound(sample, 'exponent'):.2f}"))
+        rows.append(
+            (f"{label}, {sample['changed_fraction']:.2%}", *bits, f"{_bound(sample, 'exponent'):.2f}")
+        )
     own_code = (f"{name}, its own code" for name in _README_RIVALS)
-    yield from _table(("one step, changed", *_README.values(), *own_code, "bound given the old exponent"), rows, words=1)
+    yield from _table(
+        ("one step, changed", *_README.values(), *own_code, "bound given the old exponent"), rows, words=1
+    )
     yield from _source("corpus", "codec_masters", "rivals")
 
 
@@ -282,11 +330,17 @@ def _real_steps() -> list[tuple[dict[str, Any], dict[str, Any]]]:
 def plot_codec(target: Path) -> None:
     """Plot the sizes of the simulation and of the real deltas."""
     report.plot(
-        {"samples": [sample for name in ("codec", "codec_real") for sample in load(name)["result"]["samples"]]}, target
+        {
+            "samples": [
+                sample for name in ("codec", "codec_real") for sample in load(name)["result"]["samples"]
+            ]
+        },
+        target,
     )
 
 
-# --- hosts ---------------------------------------------------------------------------------------------------------
+# --- hosts
+# ---------------------------------------------------------------------------------------------------------
 
 
 def hosts() -> Iterator[str]:
@@ -302,21 +356,27 @@ def machines() -> Iterator[str]:
     for path in sorted(RESULTS.glob("*.json")):
         found = load(path.stem)
         of = found["machine"]
-        rows.append((f"`{path.name}`", of["cpu"], of["cores"], of["load_average"], found["commit"], found["date"]))
+        rows.append(
+            (f"`{path.name}`", of["cpu"], of["cores"], of["load_average"], found["commit"], found["date"])
+        )
     yield from _table(("file", "CPU", "cores", "load before", "commit", "date"), rows)
 
 
 _COMPARED: dict[str, dict[str, Callable[[Any], float]]] = {
     "codec": {
         "memory copy, GB/s": lambda result: result["memcpy_gb_s"],
-        "`packed`, compare + encode at 1 %, GB/s": lambda result: _encoding(_one_percent(result), "packed")["encode_gb_s"],
+        "`packed`, compare + encode at 1 %, GB/s": lambda result: _encoding(_one_percent(result), "packed")[
+            "encode_gb_s"
+        ],
         "`context`, the same": lambda result: _encoding(_one_percent(result), "context")["encode_gb_s"],
     },
     "step": {"publish of 1.2 GB, times a copy": lambda result: result["copies"]},
     "join": {"late joiner of 1.2 GB, s": lambda result: result["join"]["join_s"]},
     "recovery": {"rollback of 1 % of 1.2 GB, ms": lambda result: 1e3 * result["rollback_s"][0]},
     "commit": {
-        "commit in vLLM, 0.6 B parameters, ms": lambda result: 1e3 * result["commit"]["deltasync"]["commit"]["median_s"]
+        "commit in vLLM, 0.6 B parameters, ms": lambda result: (
+            1e3 * result["commit"]["deltasync"]["commit"]["median_s"]
+        )
     },
     "lag": {"lag of 7 MB over 100 Mbit/s and 50 ms, p50, s": lambda result: result["large"]["lag_s"]["p50"]},
 }
@@ -331,7 +391,9 @@ def machines_compared() -> Iterator[str]:
         here = [f"{folder.relative_to(RESULTS)}/{name}" for folder in folders]
         found = [load(each)["result"] if (RESULTS / f"{each}.json").exists() else None for each in here]
         for what, figure in figures.items():
-            rows.append((what, *("" if result is None else _three_digits(figure(result)) for result in found)))
+            rows.append(
+                (what, *("" if result is None else _three_digits(figure(result)) for result in found))
+            )
     yield from _table(("figure", "here", *(folder.name for folder in folders[1:])), rows, words=1)
 
 
@@ -348,7 +410,10 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
         f"corpus-{what}": _of_command("corpus", "corpus.report", what.replace("-", "_"))
         for what in ("overview", "by-step", "by-kind", "by-layer", "sizes")
     },
-    **{f"rivals-{what}": _of_command("rivals", "rivals.report", what) for what in ("costs", "damage", "snapshots")},
+    **{
+        f"rivals-{what}": _of_command("rivals", "rivals.report", what)
+        for what in ("costs", "damage", "snapshots")
+    },
     "shards": _of_command("shards"),
     "commit": _of_command("commit", "commit.report"),
     "step": _of_command("step"),

@@ -1,11 +1,13 @@
-"""The cost of a version by model size: measured up to 3 B elements, computed from there up to 1 T and 256 replicas.
+"""The cost of a version by model size: measured up to 3 B elements, computed from there up to 1 T and 256
+replicas.
 
     python -m benchmarks.scale [--billions 0.15 0.6 1.2 3] [--link 10] [--store 400] [--json]
 
-Measures each size with a publisher to a directory and a host replica, in processes of their own, and versions that change
-1 %. Computes, from the times per element at the size nearest to 0.6 B, the seconds until a version is stored and until all
-replicas serve it; the ranks of the trainer and the workers of a replica share the work, each as fast as this machine. The
-same computation is compared with the other sizes that were measured. Uses no GPU.
+Measures each size with a publisher to a directory and a host replica, in processes of their own, and versions
+that change 1 %. Computes, from the times per element at the size nearest to 0.6 B, the seconds until a
+version is stored and until all replicas serve it; the ranks of the trainer and the workers of a replica share
+the work, each as fast as this machine. The same computation is compared with the other sizes that were
+measured. Uses no GPU.
 """
 
 from __future__ import annotations
@@ -105,13 +107,16 @@ def run(billions: Sequence[float], link: float, store: float, folder: Path | Non
 def compute(points: Sequence[dict[str, Any]], link: float, store: float) -> dict[str, Any]:
     """Compute the cost of `DEPLOYMENTS` from one measured size, and the error for the other sizes.
 
-    `link` is in Gbit/s of each rank, and of each worker of a replica, `store` of the store to all replicas together.
+    `link` is in Gbit/s of each rank, and of each worker of a replica, `store` of the store to all replicas
+    together.
     """
     base = min(points, key=lambda point: abs(point["elements"] - _BASE))
     checks = [
         {
             "elements": point["elements"],
-            **{name: (base[name] * point["elements"] / base["elements"]) / point[name] - 1 for name in _TIMES},
+            **{
+                name: (base[name] * point["elements"] / base["elements"]) / point[name] - 1 for name in _TIMES
+            },
         }
         for point in points
     ]
@@ -120,10 +125,19 @@ def compute(points: Sequence[dict[str, Any]], link: float, store: float) -> dict
         for deployment in DEPLOYMENTS
         for replicas in REPLICAS
     ]
-    return {"points": list(points), "base": base["elements"], "errors": checks, "link": link, "store": store, "rows": rows}
+    return {
+        "points": list(points),
+        "base": base["elements"],
+        "errors": checks,
+        "link": link,
+        "store": store,
+        "rows": rows,
+    }
 
 
-def _served(deployment: Deployment, replicas: int, base: dict[str, Any], link: float, store: float) -> dict[str, Any]:
+def _served(
+    deployment: Deployment, replicas: int, base: dict[str, Any], link: float, store: float
+) -> dict[str, Any]:
     share = deployment.elements / base["elements"]
     payload_bytes, weight_bytes = base["payload_bytes"] * share, 2 * deployment.elements
     trips_s = _ROUND_TRIPS * _ROUND_TRIP_S
@@ -132,7 +146,10 @@ def _served(deployment: Deployment, replicas: int, base: dict[str, Any], link: f
         up_s = 8 * size / (deployment.ranks * link * 1e9)
         return up_s + 8 * size * max(1 / (deployment.workers * link * 1e9), replicas / (store * 1e9))
 
-    encoded_s, applied_s = base["visible_s"] * share / deployment.ranks, base["apply_s"] * share / deployment.workers
+    encoded_s, applied_s = (
+        base["visible_s"] * share / deployment.ranks,
+        base["apply_s"] * share / deployment.workers,
+    )
     return {
         "ranks": deployment.ranks,
         "workers": deployment.workers,
@@ -154,7 +171,9 @@ def measured(result: dict[str, Any]) -> Iterator[str]:
     """Yield the table of measured sizes."""
     rows = []
     for point, error in zip(result["points"], result["errors"], strict=True):
-        each = (f"{point[name]:.3f} s, {1e9 * point[name] / point['elements']:.2f} ns each" for name in _TIMES)
+        each = (
+            f"{point[name]:.3f} s, {1e9 * point[name] / point['elements']:.2f} ns each" for name in _TIMES
+        )
         size, payload = f"{point['elements'] / 1e9:.2f} B", f"{point['payload_bytes'] / 1e6:.1f} MB"
         rows.append((size, payload, *each, ", ".join(f"{error[name]:+.0%}" for name in _TIMES)))
     base = f"computed from {result['base'] / 1e9:.1f} B: held, stored, applied"
@@ -177,8 +196,14 @@ if __name__ == "__main__":
             __doc__,
             run,
             lines,
-            common.option("--billions", type=float, nargs="+", default=[0.15, 0.6, 1.2, 3.0], help="elements to measure"),
+            common.option(
+                "--billions", type=float, nargs="+", default=[0.15, 0.6, 1.2, 3.0], help="elements to measure"
+            ),
             common.option("--link", type=float, default=10.0, help="Gbit/s of each rank, and of each worker"),
-            common.option("--store", type=float, default=400.0, help="Gbit/s of the store to all replicas together"),
-            common.option("--folder", type=Path, default=None, help="directory for channels; default: a temporary one"),
+            common.option(
+                "--store", type=float, default=400.0, help="Gbit/s of the store to all replicas together"
+            ),
+            common.option(
+                "--folder", type=Path, default=None, help="directory for channels; default: a temporary one"
+            ),
         )

@@ -2,10 +2,10 @@
 
     python -m benchmarks.shards [--json]
 
-Matrices come from the simulation of `benchmarks.codec`, 1 % changed, in shapes that suit tiles more and less. A worker has
-its rows, or its columns, in memory of its own. Its time goes from the opened payload to the steps of its elements, includes
-gathering its old bits, and is the best of several. Every worker's steps are compared with the published ones. Takes half a
-minute.
+Matrices come from the simulation of `benchmarks.codec`, 1 % changed, in shapes that suit tiles more and less.
+A worker has its rows, or its columns, in memory of its own. Its time goes from the opened payload to the
+steps of its elements, includes gathering its old bits, and is the best of several. Every worker's steps are
+compared with the published ones. Takes half a minute.
 """
 
 from __future__ import annotations
@@ -31,7 +31,9 @@ _FINGERPRINT = 0x0123456789ABCDEF
 
 
 def measure(shape: tuple[int, int]) -> dict[str, Any]:
-    """Measure bits per changed element by codec, with tiles and as a vector without tiles, and the workers' times."""
+    """Measure bits per changed element by codec, with tiles and as a vector without tiles, and the workers'
+    times.
+    """
     spec = TensorSpec("w", "bfloat16", shape)
     old_N, new_N = simulate.delta(_CHANGED, spec.element_count)
     index_K, step_K = native.diff(old_N, new_N)
@@ -41,7 +43,11 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
         return codec.get(name).encode(delta, lambda _: (new_N, 0), {"w": _FINGERPRINT}, 2, 1).to_bytes()
 
     flat = TensorSpec("w", "bfloat16", (spec.element_count,))
-    bodies = {"packed": encoded("packed", spec), "whole": encoded("context", flat), "tiles": encoded("context", spec)}
+    bodies = {
+        "packed": encoded("packed", spec),
+        "whole": encoded("context", flat),
+        "tiles": encoded("context", spec),
+    }
     payload = codec.open_payload(bodies["tiles"])
     cut = tiles.cut(spec.shape, 0, spec.element_count, tiles.TILE, tiles.BLOCK)
     workers = []
@@ -58,7 +64,14 @@ def measure(shape: tuple[int, int]) -> dict[str, Any]:
             return found.at_K
 
         share = decode().size / index_K.size
-        workers.append({"by": "rows" if dim == 0 else "columns", "ways": ways, "share": share, "s": common.best_s(decode)})
+        workers.append(
+            {
+                "by": "rows" if dim == 0 else "columns",
+                "ways": ways,
+                "share": share,
+                "s": common.best_s(decode),
+            }
+        )
     return {
         "shape": shape,
         "ways": () if cut.grid is None else cut.grid.ways,
@@ -77,7 +90,15 @@ def lines(result: list[dict[str, Any]]) -> Iterator[str]:
         times = (f"{1e3 * worker['s']:.1f}" for worker in row["workers"])
         shape, ways = (f"{sides[0]} x {sides[1]}" for sides in (row["shape"], row["ways"]))
         rows.append((shape, ways, f"{bits['packed']:.2f}", f"{bits['whole']:.2f}", more, *times))
-    heads = ("shape", "tiles", "`packed`, bits", "`context` without tiles", "with tiles", "one worker, ms", *columns)
+    heads = (
+        "shape",
+        "tiles",
+        "`packed`, bits",
+        "`context` without tiles",
+        "with tiles",
+        "one worker, ms",
+        *columns,
+    )
     yield from common.table(heads, rows)
 
 

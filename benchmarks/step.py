@@ -2,9 +2,9 @@
 
     python -m benchmarks.step [--size 0.6b] [--changed 0.01] [--rounds 10] [--json]
 
-Publishes a Qwen3 in bfloat16 with random weights, as `DeltaSyncCallback` does after each step. Before each publish a
-fraction of its elements changes, as in an optimizer step. The upload to a directory runs in the background; the wait for it
-before the next round is not measured.
+Publishes a Qwen3 in bfloat16 with random weights, as `DeltaSyncCallback` does after each step. Before each
+publish a fraction of its elements changes, as in an optimizer step. The upload to a directory runs in the
+background; the wait for it before the next round is not measured.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from trl_callback import DeltaSyncConfig, DeltaWeightTransfer, gather
 def run(size: str, changed: float, rounds: int) -> dict[str, Any]:
     """Measure, and compare the last version's bits.
 
-    Returns bytes of the weights and of the last delta, its changed elements and all elements; threads; median seconds of a
-    copy of the weights, and those that publishing adds to a step; these seconds of each step.
+    Returns bytes of the weights and of the last delta, its changed elements and all elements; threads; median
+    seconds of a copy of the weights, and those that publishing adds to a step; these seconds of each step.
     """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -62,7 +62,8 @@ def run(size: str, changed: float, rounds: int) -> dict[str, Any]:
         replica.sync()
         published = replica.state_dict()
         assert all(
-            torch.equal(published[name].view(torch.int16), weight.view(torch.int16)) for name, weight in weights.items()
+            torch.equal(published[name].view(torch.int16), weight.view(torch.int16))
+            for name, weight in weights.items()
         )
 
     last = transfer.history[-1]
@@ -81,17 +82,23 @@ def run(size: str, changed: float, rounds: int) -> dict[str, Any]:
 
 
 def lines(result: dict[str, Any]) -> Iterator[str]:
-    """Yield the result as lines of text. Each number may be a list, of the least and the most of several runs."""
+    """Yield the result as lines of text. Each number may be a list, of the least and the most of several
+    runs.
+    """
 
     def span(name: str, factor: float, digits: int) -> str:
         found = result[name]
-        return " to ".join(f"{factor * each:.{digits}f}" for each in (found if isinstance(found, list) else [found]))
+        return " to ".join(
+            f"{factor * each:.{digits}f}" for each in (found if isinstance(found, list) else [found])
+        )
 
     rows = (
         ("copy of the weights", span("copy_s", 1e3, 0), "1"),
         ("added to a step by publishing", span("step_s", 1e3, 0), span("copies", 1, 1)),
     )
-    yield from table((f"{result['weight_bytes'] / 1e9:.2f} GB of weights, 1 % changed", "ms", "copies"), rows, words=3)
+    yield from table(
+        (f"{result['weight_bytes'] / 1e9:.2f} GB of weights, 1 % changed", "ms", "copies"), rows, words=3
+    )
 
 
 if __name__ == "__main__":
@@ -99,7 +106,11 @@ if __name__ == "__main__":
         __doc__,
         run,
         lines,
-        common.option("--size", choices=SIZES, default="0.6b", help="model of the shape of Qwen3-0.6B, or the demo's"),
-        common.option("--changed", type=float, default=0.01, help="fraction of the elements that a step changes"),
+        common.option(
+            "--size", choices=SIZES, default="0.6b", help="model of the shape of Qwen3-0.6B, or the demo's"
+        ),
+        common.option(
+            "--changed", type=float, default=0.01, help="fraction of the elements that a step changes"
+        ),
         common.option("--rounds", type=int, default=10, help="steps to measure"),
     )

@@ -1,10 +1,11 @@
-"""The bytes that a channel stores for each byte of delta, and those that a late joiner fetches, with default settings.
+"""The bytes that a channel stores for each byte of delta, and those that a late joiner fetches, with default
+settings.
 
     python -m benchmarks.storage [--elements 8e6] [--versions 210] [--changed 0.01 0.001] [--json]
 
-A model of bfloat16 weights is published to a store in memory. In each version a random share of its elements moves by one
-step up or down. The benchmark counts the bytes of deltas, compactions and anchors after the first version, and those that a
-replica reads when it joins after the last one.
+A model of bfloat16 weights is published to a store in memory. In each version a random share of its elements
+moves by one step up or down. The benchmark counts the bytes of deltas, compactions and anchors after the
+first version, and those that a replica reads when it joins after the last one.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ def measure(elements: int, changed: float, versions: int, **options: Any) -> dic
     assert all(np.array_equal(bits_of(joined[name]), bits_of(tensor)) for name, tensor in weights.items())
     full_bytes = sum(tensor.nbytes for tensor in weights.values())
     delta_bytes = _sum(sizes, keys.VERSIONS) + sum(size for key, size in sizes.items() if is_part(key))
-    compacted_bytes = _sum(sizes, keys.COMPACTIONS) + sum(size for key, size in sizes.items() if is_compaction_part(key))
+    compacted_bytes = _sum(sizes, keys.COMPACTIONS) + sum(
+        size for key, size in sizes.items() if is_compaction_part(key)
+    )
     anchor_bytes = _sum(sizes, keys.ANCHORS) + _sum(sizes, keys.ANNOUNCEMENTS)
     compactions = sorted((span.version, span.base) for span, _ in ChannelReader(store).compactions())
     return {
@@ -75,7 +78,9 @@ def model(elements: int) -> Weights:
     generator, columns = torch.Generator().manual_seed(0), 64
     rows = elements // TENSORS // columns
     return {
-        f"layers.{number}.weight": torch.empty(rows, columns, dtype=torch.bfloat16).normal_(std=0.02, generator=generator)
+        f"layers.{number}.weight": torch.empty(rows, columns, dtype=torch.bfloat16).normal_(
+            std=0.02, generator=generator
+        )
         for number in range(TENSORS)
     }
 
@@ -89,7 +94,9 @@ def move(random: np.random.Generator, weights: Weights, changed: float) -> None:
 
 
 def worst(store: Store, full_bytes: int) -> float:
-    """Return the most that a joiner of any version fetches, by the bytes of full weights: of what leads there at the end."""
+    """Return the most that a joiner of any version fetches, by the bytes of full weights: of what leads there
+    at the end.
+    """
     reader = ChannelReader(store)
     deltas = {slot.version: reader.document(info).payload_bytes for slot, info in reader.slots()}
     ends = {span.version: reader.document(info).payload_bytes for span, info in reader.compactions()}

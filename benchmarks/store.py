@@ -54,10 +54,10 @@ class CountingStore(WrappedStore):
 def run(url: str, payload_bytes: int) -> dict[str, Any]:
     """Measure the store, in a folder made below `url`, with large objects and a delta of `payload_bytes`.
 
-    Returns `large`: MB/s of the client and of the store in turn, medians (None for a client that has no plain put and get),
-    and the store's share of the client's put and get, the median of neighbours; `small`: ms of each verb, p50 and p95;
-    `version`: bytes of a delta and seconds of its stages; `calls` of store verbs: of publishing and following it, and of a
-    poll that finds nothing new.
+    Returns `large`: MB/s of the client and of the store in turn, medians (None for a client that has no plain
+    put and get), and the store's share of the client's put and get, the median of neighbours; `small`: ms of
+    each verb, p50 and p95; `version`: bytes of a delta and seconds of its stages; `calls` of store verbs: of
+    publishing and following it, and of a poll that finds nothing new.
     """
     folder = _below(url, f"bench-{uuid.uuid4().hex[:12]}")
     store = open_store(folder)
@@ -99,7 +99,10 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
     yield ""
     yield from table(
         (f"ms, {_SMALL_BYTES} B", "p50", "p95"),
-        [(name, f"{times['p50_ms']:.2f}", f"{times['p95_ms']:.2f}") for name, times in result["small"].items()],
+        [
+            (name, f"{times['p50_ms']:.2f}", f"{times['p95_ms']:.2f}")
+            for name, times in result["small"].items()
+        ],
     )
     yield ""
     yield from table(
@@ -112,7 +115,10 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 def _large(folder: str, store: Store, payload_bytes: int) -> dict[str, Any]:
     """Put and get large objects by the client and by the store in turn, with new random bytes each time."""
-    ours: Client = (store.create if store.can_create else store.put, lambda key: store.read(key, payload_bytes))
+    ours: Client = (
+        store.create if store.can_create else store.put,
+        lambda key: store.read(key, payload_bytes),
+    )
     with _client(folder, store) as client:
         seconds: dict[str, list[tuple[float, float]]] = {"client": [], "store": []}
         for number in range(_ROUNDS + 1):  # the first round warms up
@@ -126,7 +132,9 @@ def _large(folder: str, store: Store, payload_bytes: int) -> dict[str, Any]:
                 seconds[name] += [(put_s, get_s)] if number else []
     rates: dict[str, Any] = {name: _rates(times, payload_bytes) for name, times in seconds.items()}
     # Ratios of neighbours, so that a machine that gets slower meanwhile affects both.
-    shares = [sum(client) / sum(ours) for client, ours in zip(seconds["client"], seconds["store"], strict=False)]
+    shares = [
+        sum(client) / sum(ours) for client, ours in zip(seconds["client"], seconds["store"], strict=False)
+    ]
     rates["share"] = statistics.median(shares) if shares else None
     return rates
 
@@ -176,7 +184,10 @@ def _client(folder: str, store: Store) -> Iterator[Client | None]:
 
         if isinstance(store, ObstoreStore):
             client = store.client()
-            yield lambda key, data: obstore.put(client, key, data), lambda key: obstore.get(client, key).bytes()
+            yield (
+                lambda key, data: obstore.put(client, key, data),
+                lambda key: obstore.get(client, key).bytes(),
+            )
         else:
             yield None
 
@@ -185,7 +196,9 @@ def _small(store: Store) -> dict[str, dict[str, float]]:
     """Return the times of each verb on small objects, in ms."""
     data = os.urandom(_SMALL_BYTES)
     verbs: dict[str, Callable[[int], object]] = {
-        "create": lambda number: (store.create if store.can_create else store.put)(f"small/{number:04d}", data),
+        "create": lambda number: (store.create if store.can_create else store.put)(
+            f"small/{number:04d}", data
+        ),
         "read": lambda number: store.read(f"small/{number:04d}", _SMALL_BYTES),
         "put": lambda number: store.put("head.json", data),
         "list": lambda number: list(store.list("small/")),
@@ -196,18 +209,24 @@ def _small(store: Store) -> dict[str, dict[str, float]]:
 
 def _quantiles(verb: Callable[[int], object]) -> dict[str, float]:
     ordered = sorted(timed(lambda number=number: verb(number))[0] for number in range(_SMALL_ROUNDS))  # type: ignore[misc]
-    return {"p50_ms": 1e3 * statistics.median(ordered), "p95_ms": 1e3 * ordered[int(0.95 * (len(ordered) - 1))]}
+    return {
+        "p50_ms": 1e3 * statistics.median(ordered),
+        "p95_ms": 1e3 * ordered[int(0.95 * (len(ordered) - 1))],
+    }
 
 
 def _version(store: Store, payload_bytes: int) -> tuple[dict[str, float], dict[str, dict[str, int]]]:
     """Publish a delta and follow it; return seconds of its stages and calls of verbs.
 
-    One tensor changes everywhere at random, which nothing compresses; another one does not change, so that no anchor is due.
+    One tensor changes everywhere at random, which nothing compresses; another one does not change, so that no
+    anchor is due.
     """
     counting = CountingStore(store)
     random = torch.Generator().manual_seed(0)
     elements = max(1, payload_bytes // 2)
-    states = [torch.randint(-(1 << 15), 1 << 15, (elements,), generator=random, dtype=torch.int16) for _ in range(2)]
+    states = [
+        torch.randint(-(1 << 15), 1 << 15, (elements,), generator=random, dtype=torch.int16) for _ in range(2)
+    ]
     still = ("still", torch.zeros(elements, dtype=torch.int16))
     with Publisher(counting, dtype="keep") as publisher:
         publisher.publish([("w", states[0]), still]).wait()
@@ -249,6 +268,10 @@ if __name__ == "__main__":
         lines,
         common.option("url", metavar="URL"),
         common.option(
-            "--bytes", dest="payload_bytes", type=int, default=32 << 20, help="size of the large objects and of the delta"
+            "--bytes",
+            dest="payload_bytes",
+            type=int,
+            default=32 << 20,
+            help="size of the large objects and of the delta",
         ),
     )

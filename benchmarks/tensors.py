@@ -1,12 +1,14 @@
 """The cost of each tensor: models of many small tensors and of few large ones, with as many elements.
 
-    python -m benchmarks.tensors [--elements 20000000] [--many 20000] [--few 30] [--changed 0.01] [--rounds 7] [--json]
+    python -m benchmarks.tensors [--elements 20000000] [--many 20000] [--few 30] [--changed 0.01] [--rounds 7]
+    [--json]
 
-Publishes to memory and follows from there: the time that `publish` holds the trainer, in its thread alone; the process's
-time until the version is visible, the held time included, and of the replica's sync. The difference between both models, by
-the tensors that one has more, is the cost of a tensor. All times are CPU times, the median of the rounds; the wire has the
-payload's bytes that the model of many tensors takes more, for each tensor that changed. Then a step of a mixture of experts,
-18,432 tensors of 64 x 24 elements, of which 5 % change. Takes a minute.
+Publishes to memory and follows from there: the time that `publish` holds the trainer, in its thread alone;
+the process's time until the version is visible, the held time included, and of the replica's sync. The
+difference between both models, by the tensors that one has more, is the cost of a tensor. All times are CPU
+times, the median of the rounds; the wire has the payload's bytes that the model of many tensors takes more,
+for each tensor that changed. Then a step of a mixture of experts, 18,432 tensors of 64 x 24 elements, of
+which 5 % change. Takes a minute.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ Weights = dict[str, torch.Tensor]
 
 
 def run(elements: int, many: int, few: int, changed: float, rounds: int) -> dict[str, Any]:
-    """Measure all: `models`, the medians of each; `tensor`, the cost of each; `experts`, those of the step; `bars`."""
+    """Measure all: `models`, the medians of each; `tensor`, the cost of each; `experts`, those of the step;
+    `bars`.
+    """
     models = {}
     for count in (few, many):
         random = torch.Generator().manual_seed(0)
@@ -90,11 +94,15 @@ def measure(weights: Weights, step: Callable[[], None], rounds: int) -> dict[str
             sync_s = time.process_time() - process_s
             if number >= 2:
                 row = {"held_s": held_s, "held_wall_s": wall_s, "publish_s": publish_s, "sync_s": sync_s}
-                for key, value in (row | {"payload_bytes": receipt.payload_bytes, "changed_tensors": changed}).items():
+                for key, value in (
+                    row | {"payload_bytes": receipt.payload_bytes, "changed_tensors": changed}
+                ).items():
                     found.setdefault(key, []).append(value)
         followed = replica.state_dict()
     for name, tensor in weights.items():
-        assert torch.equal(followed[name].view(torch.int16), tensor.view(torch.int16)), f"{name} has other bits"
+        assert torch.equal(followed[name].view(torch.int16), tensor.view(torch.int16)), (
+            f"{name} has other bits"
+        )
     return {key: statistics.median(values) for key, values in found.items()}
 
 
@@ -103,13 +111,18 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
     cost, bars = result["tensor"], result["bars"]
     columns = ("held_s", "publish_s", "sync_s")
     rows = [
-        (f"{int(count):,} tensors", *(f"{1e3 * found[column]:.1f}" for column in columns), f"{found['payload_bytes']:,.0f}")
+        (
+            f"{int(count):,} tensors",
+            *(f"{1e3 * found[column]:.1f}" for column in columns),
+            f"{found['payload_bytes']:,.0f}",
+        )
         for count, found in result["models"].items()
     ]
     yield f"{result['elements']:,} elements, {result['changed_fraction']:.1%} changed; CPU time"
     yield from table(("", "held, ms", "publish, ms", "sync, ms", "payload, bytes"), rows)
     yield (
-        f"each tensor: held {cost['held_us']:.2f} us (bar {bars['held_us']:g}), publish {cost['publish_us']:.2f} us "
+        f"each tensor: held {cost['held_us']:.2f} us (bar {bars['held_us']:g}), publish "
+        f"{cost['publish_us']:.2f} us "
         f"(bar {bars['publish_us']:g}), sync {cost['sync_us']:.2f} us (bar {bars['sync_us']:g}), "
         f"{cost['wire_bytes']:.1f} bytes on the wire (bar {bars['wire_bytes']:g})"
     )
@@ -129,6 +142,8 @@ if __name__ == "__main__":
         common.option("--elements", type=int, default=20_000_000, help="elements of each model"),
         common.option("--many", type=int, default=20_000, help="tensors of one model"),
         common.option("--few", type=int, default=30, help="tensors of the other"),
-        common.option("--changed", type=float, default=0.01, help="fraction of the elements that a version changes"),
+        common.option(
+            "--changed", type=float, default=0.01, help="fraction of the elements that a version changes"
+        ),
         common.option("--rounds", type=int, default=7, help="versions to measure"),
     )

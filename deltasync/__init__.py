@@ -9,7 +9,8 @@
     with follow(model, "file:///data/run"):       # or in any torch.nn.Module
         model.generate(...)
 
-These names are imported on first use, so that `import deltasync`, the command line and vLLM's plugin loader stay quick.
+These names are imported on first use, so that `import deltasync`, the command line and vLLM's plugin loader
+stay quick.
 """
 
 from __future__ import annotations
@@ -37,7 +38,17 @@ _HOME = {
     "open_store": "deltasync.stores",
 }
 
-__all__ = ["ModuleReplica", "Publisher", "Receipt", "Replica", "Retention", "__version__", "errors", "follow", "open_store"]
+__all__ = [
+    "ModuleReplica",
+    "Publisher",
+    "Receipt",
+    "Replica",
+    "Retention",
+    "__version__",
+    "errors",
+    "follow",
+    "open_store",
+]
 
 
 def __dir__() -> list[str]:

@@ -1,4 +1,5 @@
-"""Settings. Only this module reads the environment variables `DELTASYNC_*`, and refuses those that it does not know.
+"""Settings. Only this module reads the environment variables `DELTASYNC_*`, and refuses those that it does
+not know.
 
 An explicit argument other than None beats the environment, which beats the default.
 """
@@ -22,7 +23,8 @@ from deltasync.errors import ConfigError
 CODECS = ("packed", "context", "raw")
 AUTO = "auto"  # `dtype`: by each tensor's own
 _CASTS = "(bfloat16|float16|float32|keep)"
-DTYPE = rf"fp8|({AUTO}|{_CASTS})(,[^,=]+={_CASTS})*"  # pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)
+# pattern of the setting `dtype` (`deltasync.tensors.bits.dtype_for`)
+DTYPE = rf"fp8|({AUTO}|{_CASTS})(,[^,=]+={_CASTS})*"
 _DTYPES = "one of auto, bfloat16, float16, float32, fp8, keep, or with patterns of names as in auto,*.router.*=float32"
 PIN = r"newest|[1-9][0-9]{0,17}"
 """Pattern of the setting `pin`."""
@@ -65,7 +67,8 @@ def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     for name in sorted({*given} - {*names}):
         near = difflib.get_close_matches(name.lower(), names, n=1) or [each for each in names if name in each]
         sentences.append(
-            f"Unknown setting: {name}. " + (f"Did you mean {near[0]}?" if near else f"Known: {', '.join(names)}.")
+            f"Unknown setting: {name}. "
+            + (f"Did you mean {near[0]}?" if near else f"Known: {', '.join(names)}.")
         )
     if sentences:
         raise ConfigError(" ".join(sentences))
@@ -92,7 +95,9 @@ _Positive = Annotated[int, _Rule("at least 1", lambda value: value >= 1)]
 _NaturalButOne = Annotated[int, _Rule("0, or at least 2", lambda value: value == 0 or value >= 2)]
 _Seconds = Annotated[float, _Rule("at least 0", lambda value: value >= 0)]
 _PositiveSeconds = Annotated[float, _Rule("more than 0", lambda value: value > 0)]
-_Name = Annotated[str, _matches("1 to 100 letters, digits, '.', '_' or '-'", r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")]
+_Name = Annotated[
+    str, _matches("1 to 100 letters, digits, '.', '_' or '-'", r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+]
 _AbsolutePath = Annotated[str, _Rule("an absolute path", os.path.isabs)]
 _KINDS: dict[type, tuple[type, str]] = {
     bool: (bool, "True or False"),
@@ -105,7 +110,9 @@ _KINDS: dict[type, tuple[type, str]] = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Settings:
-    """Base class. A field `x` without an argument is read from `DELTASYNC_X`. Types and rules are checked on creation."""
+    """Base class. A field `x` without an argument is read from `DELTASYNC_X`. Types and rules are checked on
+    creation.
+    """
 
     def __new__(cls, *_: Any, **given: Any) -> Self:
         """Refuse other names than those of the fields."""
@@ -119,10 +126,11 @@ class _Settings:
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **explicit: Any) -> Self:
-        """Return settings from explicit arguments (None means "not given"), else the environment, else the defaults.
+        """Return settings from explicit arguments (None means "not given"), else the environment, else the
+        defaults.
 
-        `environ` replaces `os.environ` in tests. Raises ConfigError if a field or a variable is unknown, or a value does not
-        parse or is out of range.
+        `environ` replaces `os.environ` in tests. Raises ConfigError if a field or a variable is unknown, or a
+        value does not parse or is out of range.
         """
         env = os.environ if environ is None else environ
         _check_variables(env)
@@ -133,7 +141,9 @@ class _Settings:
             value = explicit.get(field.name)
             variable = f"DELTASYNC_{field.name.upper()}"
             if value is None and field.name in _NOT_EMPTY and env.get(variable) == "":
-                raise ConfigError(f"{variable} is empty, as where a secret is missing: set it, or unset it to go without.")
+                raise ConfigError(
+                    f"{variable} is empty, as where a secret is missing: set it, or unset it to go without."
+                )
             if value is None and env.get(variable):
                 value = _parse(variable, env[variable], hints[field.name])
                 _check(variable, value, rules[field.name], shown=field.repr)
@@ -142,7 +152,8 @@ class _Settings:
         return cls(**values)
 
 
-_NOT_EMPTY = {"http_token", "trusted_keys", "signing_key"}  # an empty variable would turn a protection off unseen
+# an empty variable would turn a protection off unseen
+_NOT_EMPTY = {"http_token", "trusted_keys", "signing_key"}
 _OTHER_VARIABLES = {"DELTASYNC_ENVIRONMENT_TOKEN", "DELTASYNC_SIMD"}  # of the Wordle example, and see `simd`
 _OF_KUBERNETES = re.compile(
     r"DELTASYNC_(\w+_)?(SERVICE_(HOST|PORT(_\w+)?)|PORT(_[0-9]+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)?)"
@@ -151,19 +162,28 @@ _OF_KUBERNETES = re.compile(
 
 
 def _check_variables(environ: Mapping[str, str]) -> None:
-    """Raise ConfigError if a variable that is set looks like one of ours and is none, such as a misspelt one."""
+    """Raise ConfigError if a variable that is set looks like one of ours and is none, such as a misspelt
+    one.
+    """
     kinds, known = [_Settings], set(_OTHER_VARIABLES)
     for kind in kinds:
         kinds += kind.__subclasses__()
         known |= {f"DELTASYNC_{field.name.upper()}" for field in dataclasses.fields(kind)}
     for name, value in environ.items():
-        if value == "" or name in known or _OF_KUBERNETES.fullmatch(name) or not re.search("DELTA|SYN", name.upper()):
+        if (
+            value == ""
+            or name in known
+            or _OF_KUBERNETES.fullmatch(name)
+            or not re.search("DELTA|SYN", name.upper())
+        ):
             continue
         is_ours = name.upper().startswith("DELTASYNC_")
         # Without the prefix only what is off by a letter or a dash is taken for one of ours.
         found = difflib.get_close_matches(name.upper(), sorted(known), n=1, cutoff=0.0 if is_ours else 0.93)
         if found:
-            raise ConfigError(f"{name} is not a setting of deltasync; the nearest is {found[0]}. Rename or unset it.")
+            raise ConfigError(
+                f"{name} is not a setting of deltasync; the nearest is {found[0]}. Rename or unset it."
+            )
 
 
 def _parse(variable: str, text: str, hint: Any) -> Any:
@@ -192,22 +212,35 @@ def _check(name: str, value: Any, hint: Any, shown: bool) -> None:
     types_allowed = [getattr(option, "__origin__", option) for option in options if option is not type(None)]
     kinds = [_KINDS[allowed] for allowed in types_allowed]
     fits = any(isinstance(value, kind) and (kind is bool or not isinstance(value, bool)) for kind, _ in kinds)
-    expected = [rule.description for rule in rules] if rules and types_allowed == [str] else [text for _, text in kinds]
-    _require(fits and value == value, f"{name} must be {' or '.join(expected)}, {given}.")  # NaN differs from itself
+    expected = (
+        [rule.description for rule in rules]
+        if rules and types_allowed == [str]
+        else [text for _, text in kinds]
+    )
+    # NaN differs from itself
+    _require(fits and value == value, f"{name} must be {' or '.join(expected)}, {given}.")
     for rule in rules:
         _require(bool(rule.allows(value)), f"{name} must be {rule.description}, {given}.")
 
 
 def whole_number(name: str, value: Any, least: int = -(1 << 63)) -> int:
-    """Convert an argument to a 64-bit int of at least `least`. Integers of numpy are allowed. Else raises ConfigError."""
-    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not least <= int(value) < 1 << 63:
+    """Convert an argument to a 64-bit int of at least `least`. Integers of numpy are allowed. Else raises
+    ConfigError.
+    """
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, numbers.Integral)
+        or not least <= int(value) < 1 << 63
+    ):
         bound = f"from {least} on" if least > 0 else "of 64 bits"
         raise ConfigError(f"{name} must be a whole number {bound}, not {value!r}.")
     return int(value)
 
 
 def token_ages(value: Any) -> tuple[float, float, float]:
-    """Convert the argument `token_lag` to floats: mean, 95th percentile and maximum age of tokens, in versions."""
+    """Convert the argument `token_lag` to floats: mean, 95th percentile and maximum age of tokens, in
+    versions.
+    """
     ages = value if isinstance(value, Sequence) else ()
     if len(ages) != 3 or not all(isinstance(age, numbers.Real) and 0 <= float(age) < 1 << 63 for age in ages):
         raise ConfigError(f"token_lag must be three numbers from 0 on, not {value!r}.")
@@ -224,11 +257,12 @@ class ReaderSettings(_Settings):
     """The objects that a reader accepts.
 
     Attributes:
-        trusted_keys: File of public keys (`signing.Trusted`). Objects that none of them has signed are refused. None accepts
-            everything.
-        max_age_s: Largest age of the newest version; reading raises an error when it is older. None for no limit.
-        reference_repos: Models on the Hub, separated by commas, that are downloaded with this machine's token even if an
-            unsigned record refers to them; None for none.
+        trusted_keys: File of public keys (`signing.Trusted`). Objects that none of them has signed are
+            refused. None accepts everything.
+        max_age_s: Largest age of the newest version; reading raises an error when it is older. None for no
+            limit.
+        reference_repos: Models on the Hub, separated by commas, that are downloaded with this machine's token
+            even if an unsigned record refers to them; None for none.
     """
 
     trusted_keys: str | Path | None = None
@@ -237,7 +271,9 @@ class ReaderSettings(_Settings):
 
 
 class PublisherOptions(TypedDict, total=False):
-    """The fields of `PublisherSettings` as arguments. None or missing: the environment or the default decides."""
+    """The fields of `PublisherSettings` as arguments. None or missing: the environment or the default
+    decides.
+    """
 
     codec: str | None
     anchor_every: int | None
@@ -255,19 +291,20 @@ class PublisherSettings(_Settings):
     """Settings of a publisher.
 
     Attributes:
-        codec: Encoding of deltas: `context`, the smallest; `packed`, the least work; `raw`, readable with safetensors alone.
-        anchor_every: Write an anchor at least every N versions. By default full weights are the last resort: late joiners
-            load compactions (`Retention.compact_every`), and an anchor is written only when a compaction would no longer be
-            small.
-        dtype: Served dtype. `auto` keeps floating tensors of 16 bits or fewer, and casts wider ones, such as float32
-            masters, to bfloat16; a run that is resumed keeps its own rule. The name of a dtype casts all floating tensors to
-            it (round to nearest even); `fp8` quantizes matrices by blocks, see `quantize`; `keep` casts nothing. All but
-            `fp8` may be followed by patterns of names with their own dtypes, as in `auto,*.router.*=float32`; the last
-            matching pattern counts.
-        shadow: Place of the last published bits, with which weights are compared. `device` is where the tensors are, so that
-            only what changed leaves it; with `host` all weights of an accelerator cross. `auto` means `device` for CUDA
-            tensors of one device if room for training and a tenth of its memory remain. It is chosen once, with the first
-            stream.
+        codec: Encoding of deltas: `context`, the smallest; `packed`, the least work; `raw`, readable with
+            safetensors alone.
+        anchor_every: Write an anchor at least every N versions. By default full weights are the last resort:
+            late joiners load compactions (`Retention.compact_every`), and an anchor is written only when a
+            compaction would no longer be small.
+        dtype: Served dtype. `auto` keeps floating tensors of 16 bits or fewer, and casts wider ones, such as
+            float32 masters, to bfloat16; a run that is resumed keeps its own rule. The name of a dtype casts
+            all floating tensors to it (round to nearest even); `fp8` quantizes matrices by blocks, see
+            `quantize`; `keep` casts nothing. All but `fp8` may be followed by patterns of names with their
+            own dtypes, as in `auto,*.router.*=float32`; the last matching pattern counts.
+        shadow: Place of the last published bits, with which weights are compared. `device` is where the
+            tensors are, so that only what changed leaves it; with `host` all weights of an accelerator cross.
+            `auto` means `device` for CUDA tensors of one device if room for training and a tenth of its
+            memory remain. It is chosen once, with the first stream.
         retries: Attempts after the first one for a transient store error.
         retry_delay_s: Wait before the first retry, doubled each time, at most 30 s.
         peer_timeout_s: Longest wait of a sharded trainer's ranks for a slow or dead rank.
@@ -288,16 +325,17 @@ class PublisherSettings(_Settings):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Retention(_Settings):
-    """A publisher's background maintenance of its channel. By default all versions are kept, with a log line that says so.
+    """A publisher's background maintenance of its channel. By default all versions are kept, with a log line
+    that says so.
 
     Attributes:
-        compact_every: Write a compaction from the newest full weights every N versions, for late joiners; 0 for none. By
-            default as often as all compactions and anchors together stay below a third of the deltas' bytes. The steps
-            since the full weights are kept in host memory for it: at most 1.25 times the published bytes, on each rank of a
-            sharded trainer those of the ranges that it holds.
+        compact_every: Write a compaction from the newest full weights every N versions, for late joiners; 0
+            for none. By default as often as all compactions and anchors together stay below a third of the
+            deltas' bytes. The steps since the full weights are kept in host memory for it: at most 1.25 times
+            the published bytes, on each rank of a sharded trainer those of the ranges that it holds.
         keep_last: Keep the newest N versions and their bases; None to keep all.
-        grace_s: Time between forgetting a version and deleting its files. It must exceed the time in which the slowest
-            replica loads full weights.
+        grace_s: Time between forgetting a version and deleting its files. It must exceed the time in which
+            the slowest replica loads full weights.
     """
 
     compact_every: _NaturalButOne | None = None
@@ -310,15 +348,17 @@ class TrainerSettings(_Settings):
     """Settings of a trainer that waits for its fleet.
 
     Attributes:
-        max_behind: Number of versions that the fleet may be behind the newest one while training continues; 0 to wait for
-            each version, None for the trainer's default.
+        max_behind: Number of versions that the fleet may be behind the newest one while training continues; 0
+            to wait for each version, None for the trainer's default.
     """
 
     max_behind: _Natural | None = None
 
 
 def _is_plain(url: str) -> bool:
-    """Whether a URL has no options, no escapes and no `.` or `..` parts, so that prefixes of it can be compared."""
+    """Whether a URL has no options, no escapes and no `.` or `..` parts, so that prefixes of it can be
+    compared.
+    """
     return re.search(r"[?#%\\\s]", url) is None and not {".", ".."} & set(url.split("/"))
 
 
@@ -342,23 +382,28 @@ class ReplicaSettings(ReaderSettings):
     """Settings of a replica, in addition to `ReaderSettings`.
 
     Attributes:
-        channel: URL of the channel, or of the channel and its copies, separated by spaces; None if deltasync is not
-            configured.
+        channel: URL of the channel, or of the channel and its copies, separated by spaces; None if deltasync
+            is not configured.
         adapter: Name under which vLLM serves the channel's adapter; None if the channel has the served model.
-        allowed_channels: Prefixes of channels, separated by commas, such as `s3://bucket/runs`. Callers of vLLM's
-            weight-transfer routes may name these instead of `channel`. None for no other channel.
-        replica_id: Name of the heartbeat object. By default the host's name, for a server with its port (`at_port`).
+        allowed_channels: Prefixes of channels, separated by commas, such as `s3://bucket/runs`. Callers of
+            vLLM's weight-transfer routes may name these instead of `channel`. None for no other channel.
+        replica_id: Name of the heartbeat object. By default the host's name, for a server with its port
+            (`at_port`).
         pin: The version to stay at, or `newest` to take every new one.
-        poll_interval_s: Longest wait between two requests for the next version; the wait backs off up to this.
+        poll_interval_s: Longest wait between two requests for the next version; the wait backs off up to
+            this.
         ready_behind: Number of versions that a ready server may be behind the newest.
-        ready_in_outage: Whether a server that serves a proven version stays ready while the store cannot be reached. All
-            replicas share it: if they left together, nobody would answer. They may then serve old weights.
-        wait_ready: Whether requests wait until the server was ready once. Otherwise the initially loaded weights answer.
-        audit_s: Shortest time between two comparisons of all bits of a followed module with its version; 0 compares in each
-            `sync` and before each new version.
-        kv_cache: `keep` the keys and values of running requests across a commit, or `recompute` them with the new weights.
-        cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None for a directory
-            of this user in the system's temporary directory.
+        ready_in_outage: Whether a server that serves a proven version stays ready while the store cannot be
+            reached. All replicas share it: if they left together, nobody would answer. They may then serve
+            old weights.
+        wait_ready: Whether requests wait until the server was ready once. Otherwise the initially loaded
+            weights answer.
+        audit_s: Shortest time between two comparisons of all bits of a followed module with its version; 0
+            compares in each `sync` and before each new version.
+        kv_cache: `keep` the keys and values of running requests across a commit, or `recompute` them with the
+            new weights.
+        cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None
+            for a directory of this user in the system's temporary directory.
         cache_bytes: Limit for the files in the cache; 0 for no cache.
         http_token: Token that requests to the replica's routes must present; None for no token. Never shown.
     """
@@ -376,13 +421,13 @@ class ReplicaSettings(ReaderSettings):
     kv_cache: Annotated[str, _one_of("keep", "recompute")] = "keep"
     cache_dir: _AbsolutePath | None = None
     cache_bytes: _Natural = 4 << 30
-    http_token: Annotated[str, _matches("visible ASCII characters without spaces", "[!-~]+")] | None = dataclasses.field(
-        default=None, repr=False
+    http_token: Annotated[str, _matches("visible ASCII characters without spaces", "[!-~]+")] | None = (
+        dataclasses.field(default=None, repr=False)
     )
 
     def at_port(self, port: int, rank: int | None = None) -> Self:
-        """Return these settings with a replica id that stays the same at this port (and for this engine's rank), unless
-        given.
+        """Return these settings with a replica id that stays the same at this port (and for this engine's
+        rank), unless given.
         """
         if self.replica_id != _default_replica_id():
             return self
@@ -392,19 +437,26 @@ class ReplicaSettings(ReaderSettings):
     def with_called_channel(self, channel: str | None) -> Self:
         """Return these settings with the channel that a remote caller names; None for the configured one.
 
-        Raises ConfigError if the channel is neither the configured one nor below one of `allowed_channels`; or its URL has
-        options, with which a caller could choose a server (`?endpoint=`).
+        Raises ConfigError if the channel is neither the configured one nor below one of `allowed_channels`;
+        or its URL has options, with which a caller could choose a server (`?endpoint=`).
         """
         if channel is None or channel == self.channel:
             return self
         _require(
             isinstance(channel, str) and _is_plain(channel),
-            "A caller's channel URL must not contain '?', '#', '%' or '..'. Only the server's settings may have options.",
+            "A caller's channel URL must not contain '?', '#', '%' or '..'. Only the server's settings may "
+            "have options.",
         )
-        allowed = any(channel == prefix or channel.startswith(f"{prefix}/") for prefix in _prefixes(self.allowed_channels))
-        configured = "follows no channel" if self.channel is None else "follows the channel of its DELTASYNC_CHANNEL"
+        allowed = any(
+            channel == prefix or channel.startswith(f"{prefix}/")
+            for prefix in _prefixes(self.allowed_channels)
+        )
+        configured = (
+            "follows no channel" if self.channel is None else "follows the channel of its DELTASYNC_CHANNEL"
+        )
         _require(
             allowed,
-            f"This server {configured}. Callers may not name {channel!r}: it is not in DELTASYNC_ALLOWED_CHANNELS.",
+            f"This server {configured}. Callers may not name {channel!r}: it is not in "
+            "DELTASYNC_ALLOWED_CHANNELS.",
         )
         return dataclasses.replace(self, channel=channel)

@@ -1,8 +1,9 @@
-"""The end of the process: uploads are finished first, whether the script ends, raises, or the process gets SIGTERM.
+"""The end of the process: uploads are finished first, whether the script ends, raises, or the process gets
+SIGTERM.
 
-SIGTERM raises `SystemExit` in the main thread, so that `finally` and `with` blocks run. Python drops an exception in a
-destructor and in callbacks of weak references and of the garbage collector; then it is raised again a moment later. A
-function that is `uninterrupted` returns first.
+SIGTERM raises `SystemExit` in the main thread, so that `finally` and `with` blocks run. Python drops an
+exception in a destructor and in callbacks of weak references and of the garbage collector; then it is raised
+again a moment later. A function that is `uninterrupted` returns first.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Terminated(SystemExit):
     """SIGTERM came."""
 
 
-_finishing: weakref.WeakKeyDictionary[Finishing, threading.Thread] = weakref.WeakKeyDictionary()  # and who made it
+# and who made it
+_finishing: weakref.WeakKeyDictionary[Finishing, threading.Thread] = weakref.WeakKeyDictionary()
 _process = os.getpid()
 _is_ending = False
 _asked_s: float | None = None  # when SIGTERM came, until it is told
@@ -59,7 +61,9 @@ _uninterrupted: set[CodeType] = set()
 
 
 def finish_at_exit(work: Finishing) -> None:
-    """Call its `finish` before the process ends: at the end of the script, after an exception, or on SIGTERM."""
+    """Call its `finish` before the process ends: at the end of the script, after an exception, or on
+    SIGTERM.
+    """
     global _process
     if _process != os.getpid():  # a fork, which has none of the threads
         _finishing.clear()
@@ -72,7 +76,8 @@ def finish_at_exit(work: Finishing) -> None:
 
 def uninterrupted(function: Callable[_Given, _Result]) -> Callable[_Given, _Result]:
     """Have SIGTERM wait until this function has returned, but no longer than `UNINTERRUPTED_S`."""
-    _uninterrupted.add(function.__code__)  # which a handler finds in the stack, however the function was left before
+    # which a handler finds in the stack, however the function was left before
+    _uninterrupted.add(function.__code__)
 
     @functools.wraps(function)
     def call(*given: _Given.args, **named: _Given.kwargs) -> _Result:
@@ -163,11 +168,14 @@ def _finish(of: Callable[[threading.Thread], bool]) -> None:
 
 
 def _has_ended(maker: threading.Thread) -> bool:
-    """Whether a thread publishes no more while the interpreter waits for threads: it is the main one, or not waited for."""
+    """Whether a thread publishes no more while the interpreter waits for threads: it is the main one, or not
+    waited for.
+    """
     return maker is threading.main_thread() or maker.daemon or not maker.is_alive()
 
 
-# Before the threads of `concurrent.futures`, which stores may use, are ended: what is registered last runs first.
+# Before the threads of `concurrent.futures`, which stores may use, are ended: what is registered last runs
+# first.
 threading._register_atexit(_finish, _has_ended)  # type: ignore[attr-defined]
 # And what threads have published that the interpreter has waited for.
 atexit.register(_finish, lambda maker: True)

@@ -8,7 +8,8 @@
     │       └── SignatureError                   4      not signed with a trusted key, or altered since
     ├── ChainError                               5  versions do not connect
     │   ├── NotPublishedError                    5    the channel has no version yet: wait
-    │   ├── MissingVersionError                  5    a version, or an object it refers to, is not in the store
+    │   ├── MissingVersionError                  5    a version, or an object it refers to, is not in the
+     store
     │   ├── StaleChannelError                    5    the newest version is too old
     │   └── RunMismatchError                     5    the channel now belongs to another run
     ├── StoreError                               6  the object store refused or failed
@@ -17,21 +18,29 @@
     │   └── TransientStoreError                  6    a retry may succeed
     ├── PublishError                             7  a version did not become visible
     │   ├── ChannelInUseError                    7    the channel holds a run; resume it or choose another URL
-    │   ├── ResumeMismatchError                  7    a resumed trainer holds other weights than the channel has of its step
-    │   ├── FencedError                          7    another publisher has opened the channel; this one must stop
-    │   ├── PublishPendingError                  7    the store has not answered yet; the next publish tries again
-    │   ├── PublishLostError                     7    given up after all retries; the next publish is an anchor
+    │   ├── ResumeMismatchError                  7    a resumed trainer holds other weights than the channel
+     has of its step
+    │   ├── FencedError                          7    another publisher has opened the channel; this one must
+     stop
+    │   ├── PublishPendingError                  7    the store has not answered yet; the next publish tries
+     again
+    │   ├── PublishLostError                     7    given up after all retries; the next publish is an
+     anchor
     │   └── PublishTimeoutError (TimeoutError)   7    not uploaded yet; the upload goes on
     ├── ModelMismatchError                       8  names, shapes or dtypes differ from the channel's
-    │   └── TiedError                            8    tensors that are one here differ in a version; rolled back
+    │   └── TiedError                            8    tensors that are one here differ in a version; rolled
+     back
     ├── ApplyError                               9  a version did not become live
     │   ├── StageError                           9    live weights untouched, retry
-    │   │   └── ShareError                       9      decoding needs more of some tensors than this process has
+    │   │   └── ShareError                       9      decoding needs more of some tensors than this process
+     has
     │   ├── FingerprintMismatchError             9    rolled back to the previous version; re-anchor
-    │   ├── SleepingError                        9    vLLM sleeps; live weights untouched, retry when it wakes up
+    │   ├── SleepingError                        9    vLLM sleeps; live weights untouched, retry when it wakes
+     up
     │   ├── PinnedError                          9    the replica is pinned to other versions; it stays there
     │   └── CommitError                          9    weights uncertain, reload
-    └── AckTimeoutError                         10  the version is published, but the fleet does not serve it yet
+    └── AckTimeoutError                         10  the version is published, but the fleet does not serve it
+     yet
 
 The number is the exit code of the `deltasync` command for that class; 2 is a usage error, 130 is Ctrl-C.
 """
@@ -55,8 +64,8 @@ UNREADABLE_JSON = (msgspec.DecodeError, UnicodeError, RecursionError)
 def describe(*kinds: Any) -> None:
     """Build msgspec's decoders of these types. The modules that define them call this at import.
 
-    msgspec would otherwise inspect a class at its first use, without a lock: a second thread that decodes the same class
-    meanwhile crashes the process (msgspec 0.22, a null pointer in `convert`).
+    msgspec would otherwise inspect a class at its first use, without a lock: a second thread that decodes the
+    same class meanwhile crashes the process (msgspec 0.22, a null pointer in `convert`).
     """
     for kind in kinds:
         msgspec.json.Decoder(kind)
@@ -65,8 +74,8 @@ def describe(*kinds: Any) -> None:
 class DeltaSyncError(Exception):
     """Root of all errors raised by deltasync.
 
-    Messages quote URLs and text from channels, servers and replicas. So each message is converted to one printable line
-    without credentials.
+    Messages quote URLs and text from channels, servers and replicas. So each message is converted to one
+    printable line without credentials.
 
     Attributes:
         key: Key of the record whose objects are missing or damaged; None for another cause.
@@ -118,7 +127,9 @@ class MissingVersionError(ChainError):
 
 
 class StaleChannelError(ChainError):
-    """The newest version is older than allowed: nothing newer was published, or newer versions are withheld."""
+    """The newest version is older than allowed: nothing newer was published, or newer versions are
+    withheld.
+    """
 
 
 class RunMismatchError(ChainError):
@@ -180,11 +191,18 @@ class ResumeMismatchError(PublishError):
         changed_fraction: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.step, self.version, self.tensors, self.changed_fraction = step, version, tensors or {}, changed_fraction
+        self.step, self.version, self.tensors, self.changed_fraction = (
+            step,
+            version,
+            tensors or {},
+            changed_fraction,
+        )
 
 
 class FencedError(PublishError):
-    """Another publisher has opened the channel or written this version. This one must stop; its version is not visible."""
+    """Another publisher has opened the channel or written this version. This one must stop; its version is
+    not visible.
+    """
 
 
 class PublishPendingError(PublishError):
@@ -220,7 +238,9 @@ class StageError(ApplyError):
 
 
 class ShareError(StageError):
-    """Decoding the delta needs more of these `tensors` than this process has; the live weights are untouched."""
+    """Decoding the delta needs more of these `tensors` than this process has; the live weights are
+    untouched.
+    """
 
     def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
         super().__init__(message)
@@ -255,7 +275,9 @@ def undoing() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CommitError(f"A commit could not be undone, so the weights are uncertain. Reload them: {error}.") from error
+        raise CommitError(
+            f"A commit could not be undone, so the weights are uncertain. Reload them: {error}."
+        ) from error
 
 
 def error_of(kind: str, message: str, other: type[DeltaSyncError]) -> DeltaSyncError:
@@ -266,8 +288,8 @@ def error_of(kind: str, message: str, other: type[DeltaSyncError]) -> DeltaSyncE
     return other(f"Unexpected {kind}: {message}")
 
 
-# Anyone who may write a heartbeat or name a tensor controls text that people read. So all such text passes `printable`
-# before it is shown: messages of errors in the constructor, other text where it is printed.
+# Anyone who may write a heartbeat or name a tensor controls text that people read. So all such text passes
+# `printable` before it is shown: messages of errors in the constructor, other text where it is printed.
 
 _SHOWN_OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous", "commits")
 _URL = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*://)([^\s'\"<>]*)")
@@ -278,7 +300,9 @@ _NO_PORT = ("s3://", "gs://", "az://", "hf://")
 
 
 def printable(text: str) -> str:
-    r"""Return text as one line. Control characters and invisible ones are escaped as `\x1b`, `\n`, `\u202e` etc."""
+    r"""Return text as one line. Control characters and invisible ones are escaped as `\x1b`, `\n`, `\u202e`
+    etc.
+    """
     if text.isprintable():
         return text
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
@@ -298,7 +322,8 @@ def printable_traceback(error: BaseException) -> str:
     lines = []
     for part in traceback.format_exception(error):
         text = part.strip("\n")
-        lines.append(text if part.startswith("  File ") else printable(redacted(text)))  # a frame shows only source code
+        # a frame shows only source code
+        lines.append(text if part.startswith("  File ") else printable(redacted(text)))
     return "\n".join(lines)
 
 
@@ -318,7 +343,11 @@ def get_logger(name: str) -> logging.Logger:
 
 def redacted(text: str) -> str:
     """Return text in which users, passwords and unknown options of URLs are replaced with `***`."""
-    return _URL.sub(lambda match: match[1] + _without_credentials(match[1], match[2]), text) if "://" in text else text
+    return (
+        _URL.sub(lambda match: match[1] + _without_credentials(match[1], match[2]), text)
+        if "://" in text
+        else text
+    )
 
 
 def _without_credentials(scheme: str, rest: str) -> str:
@@ -326,7 +355,8 @@ def _without_credentials(scheme: str, rest: str) -> str:
     user = _USER.match(place)
     if user is not None:
         place = f"{_HIDDEN}@{place[user.end() :]}"
-    elif scheme.lower() in _NO_PORT and ":" in place.partition("/")[0]:  # `s3://KEY:SECRET`; a secret may contain slashes
+    elif scheme.lower() in _NO_PORT and ":" in place.partition("/")[0]:
+        # `s3://KEY:SECRET`; a secret may contain slashes
         place = _HIDDEN
     return place + question + "&".join(map(_option, query.split("&")))
 

@@ -30,7 +30,8 @@ NAMES: tuple[str, ...] = get_args(Name)
 
 
 NO_THREADS = (
-    "this process can start no more threads. Its container's limit of processes (pids.max) or the user's (ulimit -u) is "
+    "this process can start no more threads. Its container's limit of processes (pids.max) or the user's "
+    "(ulimit -u) is "
     "reached: raise it, or end other processes"
 )
 NO_FILES = "this process has too many files open: raise its limit (ulimit -n), or close some"
@@ -69,7 +70,8 @@ class Home:
         if self.is_here:
             return None
         return (
-            f"This {self._what} belongs to process {self._process}, of which this one is a fork. {_CURE} and make another "
+            f"This {self._what} belongs to process {self._process}, of which this one is a fork. {_CURE} and "
+            "make another "
             "one there, or use it in its own process."
         )
 
@@ -96,7 +98,8 @@ class _Call(NamedTuple):
 
 
 class OneCaller:
-    """Lets one call of an object's methods run at a time, and refuses others; `what` names the object in messages.
+    """Lets one call of an object's methods run at a time, and refuses others; `what` names the object in
+    messages.
 
     It takes no lock: a signal handler may come between any two lines of it.
     """
@@ -109,7 +112,8 @@ class OneCaller:
         """Begin the call of the method `name` in the caller's frame, which calls `end`.
 
         Raises:
-            ConfigError: another call runs, in another thread, or in this one, inside of which this call is made.
+            ConfigError: another call runs, in another thread, or in this one, inside of which this call is
+                made.
         """
         mine = _Call(name, threading.current_thread(), sys._getframe(1))
         self._calls.append(mine)
@@ -121,11 +125,14 @@ class OneCaller:
             inside = running.thread is mine.thread
             where = "inside of its" if inside else f"while thread {running.thread.name!r} is in its"
             cure = (
-                "A signal handler, or what is being read, sets a flag; call it once the other call has returned"
+                "A signal handler, or what is being read, sets a flag; call it once the other call has "
+                "returned"
                 if inside
                 else "Call it from one thread at a time"
             )
-            raise ConfigError(f"{name}() of a {self._what} was called {where} {running.name}(). Nothing was done. {cure}.")
+            raise ConfigError(
+                f"{name}() of a {self._what} was called {where} {running.name}(). Nothing was done. {cure}."
+            )
 
     def end(self) -> None:
         """End the call of the caller's frame."""
@@ -141,8 +148,9 @@ class OneCaller:
 class Workers:
     """Up to `count` threads that run actions in order, and end when there have been none for `idle_s`.
 
-    They are daemons. Unlike those of `concurrent.futures` they take actions while the interpreter exits, and the process can
-    end while a store hangs. An interrupt of `submit` leaves the action out, or run by the next call of `submit` or `start`.
+    They are daemons. Unlike those of `concurrent.futures` they take actions while the interpreter exits, and
+    the process can end while a store hangs. An interrupt of `submit` leaves the action out, or run by the
+    next call of `submit` or `start`.
     """
 
     def __init__(self, count: int, name: Name, idle_s: float = 0.0) -> None:
@@ -170,7 +178,8 @@ class Workers:
     def start(self) -> None:
         """Start a thread for actions that wait, if there are not enough.
 
-        Python 3.12 and newer start no thread while the interpreter exits. If none runs, the caller then runs the actions.
+        Python 3.12 and newer start no thread while the interpreter exits. If none runs, the caller then runs
+        the actions.
         """
         with self.lock:
             self._threads = {thread for thread in self._threads if thread.is_alive()}
@@ -222,11 +231,13 @@ class Workers:
             del future, action
 
 
-def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int) -> Generator[_Result, None, None]:
+def ahead(
+    action: Callable[[_Item], _Result], items: Sequence[_Item], count: int
+) -> Generator[_Result, None, None]:
     """Yield the results of `action` in the order of the items, while threads work on the next `count` items.
 
-    Closing the generator waits for no thread. The garbage collector may close it, in any thread and under any lock, even one
-    that those threads need to end.
+    Closing the generator waits for no thread. The garbage collector may close it, in any thread and under any
+    lock, even one that those threads need to end.
     """
     if len(items) == 1:
         yield action(items[0])
@@ -243,15 +254,22 @@ def ahead(action: Callable[[_Item], _Result], items: Sequence[_Item], count: int
         workers.drop()
 
 
-def each(items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: float | None) -> list[_Result | None]:
-    """Return the result of `action` for each item, None for those not done by the deadline (`time.monotonic`; None: wait).
+def each(
+    items: Sequence[_Item], action: Callable[[_Item], _Result], deadline: float | None
+) -> list[_Result | None]:
+    """Return the result of `action` for each item, None for those not done by the deadline (`time.monotonic`;
+    None: wait).
 
-    The threads are daemons, so that the process can end while a store or a server hangs. Raises the first exception of
-    `action`, by the order of items.
+    The threads are daemons, so that the process can end while a store or a server hangs. Raises the first
+    exception of `action`, by the order of items.
     """
     workers = Workers(limits.REQUESTS_AT_ONCE, "fetch")
     futures = [workers.submit(action, item) for item in items]
-    wait(futures, None if deadline is None else max(0.0, deadline - time.monotonic()), return_when=FIRST_EXCEPTION)
+    wait(
+        futures,
+        None if deadline is None else max(0.0, deadline - time.monotonic()),
+        return_when=FIRST_EXCEPTION,
+    )
     workers.drop()
     if failed := [error for future in futures if future.done() and (error := future.exception()) is not None]:
         raise failed[0]

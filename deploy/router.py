@@ -27,8 +27,8 @@ _PORTS = {"http": 80, "https": 443}
 def servers(urls: Iterable[str], ca_file: str = "@system-ca") -> dict[str, str]:
     """HAProxy's address and options of each replica, by the name that is sent as its Host header.
 
-    `urls` are such as http://10.0.0.5:8000 or https://user-name.hf.space; `ca_file` holds the authorities that may certify
-    replicas at https://. Raises ConfigError if a URL has another form, or is given twice.
+    `urls` are such as http://10.0.0.5:8000 or https://user-name.hf.space; `ca_file` holds the authorities
+    that may certify replicas at https://. Raises ConfigError if a URL has another form, or is given twice.
     """
     found: dict[str, str] = {}
     for url in urls:
@@ -37,7 +37,12 @@ def servers(urls: Iterable[str], ca_file: str = "@system-ca") -> dict[str, str]:
             port = parts.port or _PORTS[parts.scheme]
         except (ValueError, KeyError):
             port = None
-        if port is None or parts.scheme not in _PORTS or parts.hostname is None or parts.path not in ("", "/"):
+        if (
+            port is None
+            or parts.scheme not in _PORTS
+            or parts.hostname is None
+            or parts.path not in ("", "/")
+        ):
             raise ConfigError(f"A replica is given as http://host:port or https://host, not {url!r}.")
         if parts.netloc in found:
             raise ConfigError(f"The replica {url} is given twice.")
@@ -50,7 +55,11 @@ def servers(urls: Iterable[str], ca_file: str = "@system-ca") -> dict[str, str]:
 
 def write(folder: Path, servers: Mapping[str, str]) -> Path:
     """Write HAProxy's files for these replicas to a folder, and return the configuration to start it with."""
-    lines = [line for line in (_FILES / "haproxy.cfg").read_text().splitlines() if not line.startswith("    server ")]
+    lines = [
+        line
+        for line in (_FILES / "haproxy.cfg").read_text().splitlines()
+        if not line.startswith("    server ")
+    ]
     place = lines.index(".endif")
     lines[place:place] = [f"    server {name} {options}" for name, options in servers.items()]
     shutil.copy(_FILES / "replicas.lua", folder)
@@ -63,13 +72,20 @@ def write(folder: Path, servers: Mapping[str, str]) -> Path:
 @click.argument("replicas", nargs=-1, required=True, metavar="URL...")
 @click.option("--host", default="127.0.0.1", help="Address to listen on.")
 @click.option("--port", type=click.IntRange(1, 65535), default=8080, help="Port to listen on.")
-@click.option("--ca-file", default="@system-ca", help="Certificates of the authorities for https:// replicas.")
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), help="Write HAProxy's files there; start nothing.")
+@click.option(
+    "--ca-file", default="@system-ca", help="Certificates of the authorities for https:// replicas."
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False, path_type=Path),
+    help="Write HAProxy's files there; start nothing.",
+)
 def main(replicas: tuple[str, ...], host: str, port: int, ca_file: str, out: Path | None) -> None:
     """Start HAProxy in front of replicas: URLs such as http://10.0.0.5:8000 or https://user-name.hf.space.
 
-    A request to /v1 goes to a replica that is up. Requests that begin alike go to the same one, and requests with the header
-    `x-deltasync-version` (7, >=7 or >=latest) to one that serves such a version. /deltasync/replicas lists all replicas.
+    A request to /v1 goes to a replica that is up. Requests that begin alike go to the same one, and requests
+    with the header `x-deltasync-version` (7, >=7 or >=latest) to one that serves such a version.
+    /deltasync/replicas lists all replicas.
 
     \b
       ROUTER_TOKEN   bearer token that requests must present; not set: none

@@ -5,8 +5,9 @@
     python deploy/space.py vllm user/replica-1 --package dist/deltasync-0.1.0-cp311-abi3-linux_x86_64.whl \
         --channel URL --model MODEL
 
-The calls to huggingface_hub are planned as data and then made in order, so that a dry run shows exactly what would be done.
-Each may be repeated. Variables and secrets of a Space are set before its files are uploaded, which starts its build.
+The calls to huggingface_hub are planned as data and then made in order, so that a dry run shows exactly what
+would be done. Each may be repeated. Variables and secrets of a Space are set before its files are uploaded,
+which starts its build.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Call:
             return getattr(api, self.method)(**self.arguments)
         except _FAILURES as error:
             reason = " ".join(str(error).split())[:300].rstrip(".")
-            raise StoreError(f"{self} failed: {reason}. The steps before it are done; run this again to continue.") from None
+            raise StoreError(
+                f"{self} failed: {reason}. The steps before it are done; run this again to continue."
+            ) from None
 
 
 def plan(
@@ -77,16 +80,19 @@ def plan(
     sleep_s: int | None,
     trusted_keys: str | None = None,
 ) -> list[Call]:
-    """Return the calls, in order, that make these Spaces, and the bucket of their channel, or bring them up to date.
+    """Return the calls, in order, that make these Spaces, and the bucket of their channel, or bring them up
+    to date.
 
-    `files` is the folder to upload, with the Dockerfile, and `package` the requirement that pip installs, or the path of a
-    wheel, which is uploaded; so is the file of public keys. Variables are the environment at build time and at run time,
-    secrets at run time only. Without `hardware` a Space keeps its own; a new one has a free CPU. ConfigError if a file is
-    missing or invalid, or `sleep_s` is given without `hardware`.
+    `files` is the folder to upload, with the Dockerfile, and `package` the requirement that pip installs, or
+    the path of a wheel, which is uploaded; so is the file of public keys. Variables are the environment at
+    build time and at run time, secrets at run time only. Without `hardware` a Space keeps its own; a new one
+    has a free CPU. ConfigError if a file is missing or invalid, or `sleep_s` is given without `hardware`.
     """
     wheel = Path(package) if package.endswith(".whl") and "://" not in package else None
     if not (files / "Dockerfile").is_file():
-        raise ConfigError(f"There is no {files / 'Dockerfile'}; --files names the folder, such as examples/wordle.")
+        raise ConfigError(
+            f"There is no {files / 'Dockerfile'}; --files names the folder, such as examples/wordle."
+        )
     if wheel is not None and not wheel.is_file():
         raise ConfigError(f"There is no wheel {package}; `make dist` builds one into dist/.")
     if sleep_s is not None and hardware is None:
@@ -101,13 +107,19 @@ def plan(
         package = f"./{wheel.name}{extra}"
     channel, calls = variables.get("DELTASYNC_CHANNEL", ""), list[Call]()
     if channel.startswith("hf://"):
-        calls.append(Call("create_bucket", {"bucket_id": bucket_of(channel)[0], "private": True, "exist_ok": True}))
+        calls.append(
+            Call("create_bucket", {"bucket_id": bucket_of(channel)[0], "private": True, "exist_ok": True})
+        )
     for space in spaces:
         name, of_space = {"repo_id": space}, {"repo_id": space, "repo_type": "space"}
-        calls.append(Call("create_repo", {**of_space, "space_sdk": "docker", "private": private, "exist_ok": True}))
+        calls.append(
+            Call("create_repo", {**of_space, "space_sdk": "docker", "private": private, "exist_ok": True})
+        )
         for key, value in {"PACKAGE": package, **variables}.items():
             calls.append(Call("add_space_variable", {**name, "key": key, "value": value}))
-        calls += [Call("add_space_secret", {**name, "key": key, "value": value}) for key, value in secrets.items()]
+        calls += [
+            Call("add_space_secret", {**name, "key": key, "value": value}) for key, value in secrets.items()
+        ]
         if hardware is not None:
             sleep = {} if sleep_s is None else {"sleep_time": sleep_s}
             calls.append(Call("request_space_hardware", {**name, "hardware": hardware, **sleep}))
@@ -137,7 +149,9 @@ def _variables(ctx: click.Context, param: click.Parameter, given: Sequence[str])
 def _secrets(ctx: click.Context, param: click.Parameter, names: Sequence[str]) -> dict[str, str]:
     for name in names:
         if not os.environ.get(name):
-            raise ConfigError(f"The value of the secret {name} is taken from the environment, where {name} is not set.")
+            raise ConfigError(
+                f"The value of the secret {name} is taken from the environment, where {name} is not set."
+            )
     return {name: os.environ[name] for name in names}
 
 
@@ -159,11 +173,19 @@ _COMMON = (
         metavar="NAME",
         help="A secret of the Space. Its value is that of the environment variable NAME; repeatable.",
     ),
-    click.option("--hardware", metavar="NAME", help="The Hub's name of the hardware, such as l4x1. Default: unchanged."),
     click.option(
-        "--sleep-after", "sleep_s", type=int, metavar="SECONDS", help="Stop the Space after this time without requests."
+        "--hardware", metavar="NAME", help="The Hub's name of the hardware, such as l4x1. Default: unchanged."
     ),
-    click.option("--private", is_flag=True, help="Make the Space private: requests then need a token of the Hub."),
+    click.option(
+        "--sleep-after",
+        "sleep_s",
+        type=int,
+        metavar="SECONDS",
+        help="Stop the Space after this time without requests.",
+    ),
+    click.option(
+        "--private", is_flag=True, help="Make the Space private: requests then need a token of the Hub."
+    ),
     click.option(
         "--package",
         required=True,
@@ -171,7 +193,9 @@ _COMMON = (
         help="What pip installs in the image: a wheel, such as `make dist` builds, or any requirement that it can reach.",
     ),
     click.option("--dry-run", is_flag=True, help="Print the calls to the Hub, and make none."),
-    click.option("--json", "as_json", is_flag=True, help="Print the calls and the addresses of the Spaces as JSON."),
+    click.option(
+        "--json", "as_json", is_flag=True, help="Print the calls and the addresses of the Spaces as JSON."
+    ),
 )
 
 
@@ -183,14 +207,20 @@ def _with_common_options(command: Callable[..., None]) -> Callable[..., None]:
 
 @click.group("space.py", cls=ProgramGroup, context_settings=HELP_OPTIONS)
 def main() -> None:
-    """Create Spaces on the Hugging Face Hub, or update them: run the same command again, or with other options."""
+    """Create Spaces on the Hugging Face Hub, or update them: run the same command again, or with other
+    options.
+    """
 
 
 @main.command("vllm")
 @click.option("--channel", metavar="URL", required=True, help="The channel to follow. Its bucket is created.")
 @click.option("--model", required=True, help="The model that the trainer starts from.")
 @click.option(
-    "--vllm-arguments", default="", show_default=False, metavar="TEXT", help="More arguments of vLLM, in one string."
+    "--vllm-arguments",
+    default="",
+    show_default=False,
+    metavar="TEXT",
+    help="More arguments of vLLM, in one string.",
 )
 @click.option(
     "--trusted-keys",
@@ -209,7 +239,8 @@ def vllm(
 ) -> None:
     """Serve MODEL with vLLM in each of the Spaces USER/NAME, as a replica of the channel.
 
-    This needs the secret DELTASYNC_HTTP_TOKEN, which requests must present, and HF_TOKEN for a bucket of the Hub:
+    This needs the secret DELTASYNC_HTTP_TOKEN, which requests must present, and HF_TOKEN for a bucket of the
+    Hub:
 
     \b
       export HF_TOKEN=... DELTASYNC_HTTP_TOKEN=...
@@ -220,7 +251,9 @@ def vllm(
     """
     url = open_store(channel).url
     if url.startswith(("memory://", "file://")):
-        raise ConfigError(f"A Space cannot reach {url}; the channel must be a bucket, such as hf://buckets/user/run/a.")
+        raise ConfigError(
+            f"A Space cannot reach {url}; the channel must be a bucket, such as hf://buckets/user/run/a."
+        )
     needed = {"DELTASYNC_HTTP_TOKEN": "without it anyone can use the server"}
     if url.startswith("hf://"):
         needed["HF_TOKEN"] = f"the replica reads {url} with it and writes its heartbeats there"

@@ -41,7 +41,9 @@ def _page_of(path: str) -> str:
 def _content(path: str) -> str:
     target = ROOT / path
     if target.is_dir():
-        names = sorted(entry.name + "/" * entry.is_dir() for entry in target.iterdir() if entry.name[0] not in "._")
+        names = sorted(
+            entry.name + "/" * entry.is_dir() for entry in target.iterdir() if entry.name[0] not in "._"
+        )
         return f"# {path}/\n\n" + "".join(f"- `{name}`\n" for name in names)
     language = _LANGUAGES.get(target.suffix, "text")
     return f"# {path}\n\n~~~~~~{language}\n{target.read_text(encoding='utf-8')}~~~~~~\n"
@@ -71,6 +73,10 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
     def link(match: re.Match[str]) -> str:
         path = _outside(source, match[1])
-        return match[0] if path is None else f"]({posixpath.relpath(_page_of(path), PurePosixPath(source).parent)}"
+        return (
+            match[0]
+            if path is None
+            else f"]({posixpath.relpath(_page_of(path), PurePosixPath(source).parent)}"
+        )
 
     return _LINK.sub(link, markdown)

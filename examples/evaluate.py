@@ -1,9 +1,10 @@
 """Evaluate versions of a run on one vLLM server while training goes on: each in turn, then the newest again.
 
-    DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
-    python examples/evaluate.py http://localhost:8000 10 20 30
+    DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls
+    vllm_plugin.DeltaSyncWorkerExtension python examples/evaluate.py http://localhost:8000 10 20 30
 
-A score is the mean log probability that a version gives to its own greedy answers; put your own evaluation there.
+A score is the mean log probability that a version gives to its own greedy answers; put your own evaluation
+there.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ def score(server: httpx.Client, version: int) -> float:
 
 def main() -> None:
     """Pin, ask, and let the server go on in any case."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("server", help="its URL")
     parser.add_argument("versions", type=int, nargs="+")
     args = parser.parse_args()

@@ -1,4 +1,5 @@
-"""A training loop of your own, sharded by FSDP2: every rank publishes the shards that it holds, without a gather.
+"""A training loop of your own, sharded by FSDP2: every rank publishes the shards that it holds, without a
+gather.
 
     torchrun --nproc-per-node 8 examples/fsdp2.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run
     deltasync serve Qwen/Qwen3-0.6B --channel s3://bucket/run
@@ -52,11 +53,15 @@ def main() -> None:
         model(ids, labels=ids).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        with torch.no_grad():  # an evaluation leaves some parameters gathered; publish(model) reads the shards all the same
+        # an evaluation leaves some parameters gathered; publish(model) reads the shards all the same
+        with torch.no_grad():
             model(ids)
         receipt = publisher.publish(model, step=step)
         if dist.get_rank() == 0:
-            print(f"version {receipt.version}: {receipt.changed:,} elements changed, {receipt.payload_bytes:,} bytes")
+            print(
+                f"version {receipt.version}: {receipt.changed:,} elements changed, {receipt.payload_bytes:,} "
+                "bytes"
+            )
     publisher.close()
     dist.destroy_process_group()
 

@@ -1,10 +1,12 @@
 r"""GRPO that rolls out on an SGLang server, which follows the trainer through a channel.
 
     DELTASYNC_CHANNEL=s3://bucket/run python -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --port 30000
-    python examples/grpo_sglang.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run --server http://localhost:30000
+    python examples/grpo_sglang.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run --server
+    http://localhost:30000
 
-The callback publishes the weights after each optimizer step. Each rollout waits until the server serves that step, and
-prints which versions made its tokens. All options of TRL's GRPOConfig and of DeltaSyncConfig are options here.
+The callback publishes the weights after each optimizer step. Each rollout waits until the server serves that
+step, and prints which versions made its tokens. All options of TRL's GRPOConfig and of DeltaSyncConfig are
+options here.
 """
 
 from __future__ import annotations
@@ -48,7 +50,10 @@ class SGLangRollout:
         post(f"{self.url}/receive_weight_update", {"version": step} if step else {})
         tokenizer, args = trainer.processing_class, trainer.args
         chats = [each if isinstance(each, list) else [{"role": "user", "content": each}] for each in prompts]
-        prompt_ids = [tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False) for each in chats]
+        prompt_ids = [
+            tokenizer.apply_chat_template(each, add_generation_prompt=True, return_dict=False)
+            for each in chats
+        ]
         sampling = {
             "max_new_tokens": args.max_completion_length,
             "temperature": args.temperature,
@@ -64,7 +69,9 @@ class SGLangRollout:
         return {
             "prompt_ids": prompt_ids,
             "completion_ids": [reply["output_ids"] for reply in replies],
-            "logprobs": [[logprob for logprob, *_ in reply["meta_info"]["output_token_logprobs"]] for reply in replies],
+            "logprobs": [
+                [logprob for logprob, *_ in reply["meta_info"]["output_token_logprobs"]] for reply in replies
+            ],
         }
 
 

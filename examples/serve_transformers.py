@@ -1,10 +1,11 @@
-"""`transformers serve` with a model that follows a run: an evaluator, or a rollout worker for any architecture.
+"""`transformers serve` with a model that follows a run: an evaluator, or a rollout worker for any
+architecture.
 
     python examples/serve_transformers.py MODEL --channel s3://bucket/run [options of transformers serve]
 
-Newer weights come between two forward calls, of `generate` and of `--continuous-batching` alike. It adds the routes
-`GET /deltasync/status`, `/deltasync/ready` and `/deltasync/digest`, the sha256 of each live
-tensor. Replies that are not streamed name the versions that were live meanwhile: `x-deltasync-versions: first..last`.
+Newer weights come between two forward calls, of `generate` and of `--continuous-batching` alike. It adds the
+routes `GET /deltasync/status`, `/deltasync/ready` and `/deltasync/digest`, the sha256 of each live tensor.
+Replies that are not streamed name the versions that were live meanwhile: `x-deltasync-versions: first..last`.
 A request may demand a version by `x-deltasync-version` (docs/operations/caches.md).
 """
 
@@ -47,7 +48,9 @@ class Manager(model_manager.ModelManager):
 
 
 def named(app: App, manager: Manager) -> App:
-    """ASGI middleware that names the versions which made a reply, and refuses it if its request demands another one."""
+    """ASGI middleware that names the versions which made a reply, and refuses it if its request demands
+    another one.
+    """
 
     async def call(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -93,7 +96,10 @@ def build_server(manager: Manager, *arguments: Any, generation_state: Any, **opt
             return {name: bits_of(tensor) for name, tensor in manager.model.state_dict().items()}
 
         path, token = f"/deltasync/{what}?{request.url.query}", request.headers.get("authorization")
-        code, body = replies.answer(manager.following, manager.settings, path, token, live) or (404, {"error": "Not found."})
+        code, body = replies.answer(manager.following, manager.settings, path, token, live) or (
+            404,
+            {"error": "Not found."},
+        )
         return JSONResponse(body, code)
 
     async def reach(wanted: Wanted) -> Wanted:

@@ -1,4 +1,5 @@
-"""A tiny Qwen3 with its tokenizer, made here in a few seconds, to try the other examples without a GPU or a download.
+"""A tiny Qwen3 with its tokenizer, made here in a few seconds, to try the other examples without a GPU or a
+download.
 
 python examples/tiny_model.py /tmp/tiny
 """

@@ -1,4 +1,5 @@
-"""Any transformers.Trainer: publish every N steps, for whoever wants to follow, such as servers that evaluate.
+"""Any transformers.Trainer: publish every N steps, for whoever wants to follow, such as servers that
+evaluate.
 
     python examples/trainer.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run --publish_steps 10
     deltasync serve Qwen/Qwen3-0.6B --channel s3://bucket/run      # now, later, or never
@@ -33,7 +34,9 @@ class ScriptArguments:
 def main() -> None:
     """Train on demonstrations of the demo's counting task."""
     parser = HfArgumentParser((ScriptArguments, TrainingArguments, DeltaSyncConfig))
-    parser.set_defaults(output_dir="trainer-out", max_steps=20, learning_rate=1e-5, logging_steps=5, report_to="none")
+    parser.set_defaults(
+        output_dir="trainer-out", max_steps=20, learning_rate=1e-5, logging_steps=5, report_to="none"
+    )
     script, training, channel = parser.parse_args_into_dataclasses()
     tokenizer = AutoTokenizer.from_pretrained(script.model)
     trainer = Trainer(

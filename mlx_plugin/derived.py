@@ -1,8 +1,10 @@
-"""Arrays, and compiled functions, that a model keeps outside of its parameters: a new version must not meet old ones.
+"""Arrays, and compiled functions, that a model keeps outside of its parameters: a new version must not meet
+old ones.
 
-A model may compute something from its weights at its first call and keep it in an attribute, and a compiled function has the
-arrays that it was compiled with. A call has made all that a newly built model does not have: it is dropped, and the next
-call makes it from the new weights. An array that a newly built model has as well, with the same bits, is a constant.
+A model may compute something from its weights at its first call and keep it in an attribute, and a compiled
+function has the arrays that it was compiled with. A call has made all that a newly built model does not have:
+it is dropped, and the next call makes it from the new weights. An array that a newly built model has as well,
+with the same bits, is a constant.
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ _Known = tuple[set[int], set[int]]
 
 
 class Kept:
-    """The arrays and compiled functions of a model outside of its parameters, compared with those of a newly built one."""
+    """The arrays and compiled functions of a model outside of its parameters, compared with those of a newly
+    built one.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
@@ -66,15 +70,22 @@ class Kept:
 
     def _sentence(self, where: str, found: list[Any]) -> str:
         what = "a compiled function" if any(isinstance(each, _COMPILED) for each in found) else "an array"
-        why = "" if self._can_build else f" {type(self._model).__name__}(model.args) would have to build the model anew."
+        why = (
+            ""
+            if self._can_build
+            else f" {type(self._model).__name__}(model.args) would have to build the model anew."
+        )
         return (
-            f"{where} of the model is {what} that is no parameter and may come from weights, so a new version would leave "
+            f"{where} of the model is {what} that is no parameter and may come from weights, so a new "
+            "version would leave "
             f"it as it is: this model cannot follow.{why}"
         )
 
 
 def _built_anew(model: nn.Module) -> nn.Module | None:
-    """Return the same model as it is built, of which no weight is computed; None if it does not say how to build it."""
+    """Return the same model as it is built, of which no weight is computed; None if it does not say how to
+    build it.
+    """
     high, low = mx.random.state[0].tolist()
     try:
         for given in (getattr(model, "args", None), getattr(model, "config", None)):
@@ -93,7 +104,8 @@ def _known(model: nn.Module) -> _Known:
 
 
 def _kept(known: _Known, key: str, value: Any) -> list[Any]:
-    """Return the arrays and the compiled functions that a module keeps in an attribute and that are no parameters.
+    """Return the arrays and the compiled functions that a module keeps in an attribute and that are no
+    parameters.
 
     Parameters count as such only where `parameters()` looks for them.
     """
@@ -107,7 +119,9 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Any]]:
 
 
 def _within(value: Any, known: set[int], seen: set[int]) -> Iterator[Any]:
-    """Yield the arrays and the compiled functions that can be reached from a value without passing something known."""
+    """Yield the arrays and the compiled functions that can be reached from a value without passing something
+    known.
+    """
     if id(value) in known or id(value) in seen or isinstance(value, type | types.ModuleType):
         return
     seen.add(id(value))
@@ -145,7 +159,9 @@ def _are_same(found: list[Any], constants: list[Any]) -> bool:
             if not mx.array_equal(one, other, equal_nan=True):
                 return False
         except RuntimeError as error:
-            raise StageError(f"The model has an array that is not computed: call mx.eval on its state. {error}") from None
+            raise StageError(
+                f"The model has an array that is not computed: call mx.eval on its state. {error}"
+            ) from None
     return True
 
 

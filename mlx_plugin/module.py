@@ -1,8 +1,8 @@
 """A replica whose weights are an `mlx.nn.Module`'s arrays, which are replaced between two forward calls.
 
-A forward call builds a graph, which keeps its arrays and is computed later, so a commit never writes into an array that a
-graph may have: `stage` copies the arrays and prepares the exchange with the copies; `commit` puts the copies, which have the
-same bits, in the place of the arrays, and then exchanges the values.
+A forward call builds a graph, which keeps its arrays and is computed later, so a commit never writes into an
+array that a graph may have: `stage` copies the arrays and prepares the exchange with the copies; `commit`
+puts the copies, which have the same bits, in the place of the arrays, and then exchanges the values.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ def bits(array: mx.array) -> np.ndarray:
     try:
         return np.asarray(array.view(getattr(mx, f"uint{8 * array.itemsize}")))
     except RuntimeError as error:  # a graph is computed in the thread that built it
-        raise StageError(f"The model has an array that is not computed: call mx.eval(model.parameters()). {error}") from None
+        raise StageError(
+            f"The model has an array that is not computed: call mx.eval(model.parameters()). {error}"
+        ) from None
 
 
 def arrays(model: nn.Module) -> dict[str, mx.array]:
@@ -54,7 +56,9 @@ class ModuleTarget(GatedTarget):
         self._given = names
         self._next: tuple[dict[str, mx.array], Mapped] | None = None  # the copies of the last `stage`
         if mx.default_device() == mx.gpu and mx.cuda.is_available():
-            raise ConfigError("MLX on CUDA keeps arrays where they cannot be patched: follow with a torch.nn.Module there.")
+            raise ConfigError(
+                "MLX on CUDA keeps arrays where they cannot be patched: follow with a torch.nn.Module there."
+            )
         mx.eval(module.parameters())
         self._kept = Kept(module)
 
@@ -62,7 +66,9 @@ class ModuleTarget(GatedTarget):
         """As `Names`; for experts that mlx_lm has stacked, the names of each one's tensor."""
         named = self._given(own)
         if isinstance(named, str) and _EXPERTS in named and named not in self.reader.specs:
-            return [named.replace(_EXPERTS, f".experts.{each}.") for each in range(len(arrays(self._module)[own]))]
+            return [
+                named.replace(_EXPERTS, f".experts.{each}.") for each in range(len(arrays(self._module)[own]))
+            ]
         return named
 
     def _state(self, held: Mapping[str, mx.array] | None = None) -> dict[str, Any]:
@@ -93,7 +99,9 @@ class ModuleTarget(GatedTarget):
         super().open(identify)
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | None:
-        """As `Target.stage`. Takes memory for a second copy of the weights, until no graph has the first any more."""
+        """As `Target.stage`. Takes memory for a second copy of the weights, until no graph has the first any
+        more.
+        """
         live = self._opened.memory
         made: dict[int, mx.array] = {}  # arrays that have two names stay one
         copies = {}

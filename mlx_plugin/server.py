@@ -1,4 +1,6 @@
-"""mlx_lm's server over a model that follows a channel: python -m mlx_plugin.server MODEL --channel URL [its options]."""
+"""mlx_lm's server over a model that follows a channel: python -m mlx_plugin.server MODEL --channel URL [its
+options].
+"""
 
 import asyncio
 import io
@@ -25,15 +27,21 @@ settings: ReplicaSettings
 class _Provider(server.ModelProvider):
     """Gives the model that follows, and no other."""
 
-    def load(self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None) -> Any:
-        is_another = self._model_map.get(model_path, model_path) != self.cli_args.model or adapter_path is not None
+    def load(
+        self, model_path: str, adapter_path: str | None = None, draft_model_path: str | None = None
+    ) -> Any:
+        is_another = (
+            self._model_map.get(model_path, model_path) != self.cli_args.model or adapter_path is not None
+        )
         if is_another or draft_model_path not in (None, "default_model", self.cli_args.draft_model):
             raise ConfigError(f"This server follows a channel and serves {self.cli_args.model} alone.")
         return super().load("default_model", None, "default_model")
 
 
 class _Caches(server.LRUPromptCache):
-    """Prompt caches of the weights that were live when one was last asked for. None is kept of which a version changed."""
+    """Prompt caches of the weights that were live when one was last asked for. None is kept of which a
+    version changed.
+    """
 
     at = -1  # `ModuleReplica.exchanges` then
 
@@ -48,7 +56,8 @@ class _Caches(server.LRUPromptCache):
             super().insert_cache(model, tokens, prompt_cache, **options)
 
 
-_Token: Any = type("Token", (int,), {"version": None})  # with the version that it was sampled with; None before the first
+# with the version that it was sampled with; None before the first
+_Token: Any = type("Token", (int,), {"version": None})
 
 
 class _Batches(server.BatchGenerator):
@@ -60,7 +69,9 @@ class _Batches(server.BatchGenerator):
 
     def insert_segments(self, *arguments: Any, **options: Any) -> Any:
         uids, at = super().insert_segments(*arguments, **options), self.caches.at
-        self._since = {uid: since for uid, since in self._since.items() if since == at} | dict.fromkeys(uids, at)
+        self._since = {uid: since for uid, since in self._since.items() if since == at} | dict.fromkeys(
+            uids, at
+        )
         return uids
 
     def _kept(self, uid: int, cache: list[Any]) -> list[Any]:
@@ -78,7 +89,9 @@ class _Batches(server.BatchGenerator):
         return prompts, generated
 
     def extract_cache(self, uids: list[int]) -> Any:
-        return {uid: (self._kept(uid, cache), held) for uid, (cache, held) in super().extract_cache(uids).items()}
+        return {
+            uid: (self._kept(uid, cache), held) for uid, (cache, held) in super().extract_cache(uids).items()
+        }
 
 
 class _WrongVersion(Exception):
@@ -140,9 +153,13 @@ def _run(host: str, port: int, provider: _Provider) -> None:
     if provider.cli_args.adapter_path is not None or mx.distributed.init().size() > 1:
         raise ConfigError("A server that follows a channel takes no --adapter-path and runs in one process.")
     provider.load_default()
-    following = deltasync.follow(provider.model, settings.channel or "", replica_id=settings.at_port(port).replica_id)
+    following = deltasync.follow(
+        provider.model, settings.channel or "", replica_id=settings.at_port(port).replica_id
+    )
     _Batches.caches = _Caches(provider.cli_args.prompt_cache_size)
-    server._run_http_server(host, port, server.ResponseGenerator(provider, _Batches.caches), handler_class=_Handler)
+    server._run_http_server(
+        host, port, server.ResponseGenerator(provider, _Batches.caches), handler_class=_Handler
+    )
 
 
 def main() -> None:

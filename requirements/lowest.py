@@ -1,4 +1,6 @@
-"""The lowest versions that pyproject.toml allows of what the core needs, as constraints for pip; see `make test-lowest`."""
+"""The lowest versions that pyproject.toml allows of what the core needs, as constraints for pip; see `make
+test-lowest`.
+"""
 
 import tomllib
 from pathlib import Path

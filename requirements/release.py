@@ -4,10 +4,10 @@
     python requirements/release.py check python3.11 python3.12 python3.13
     python requirements/release.py tag --dry-run
 
-`check` installs the wheel in a new environment of each Python, with the newest versions of its requirements, publishes
-versions and follows them. A warning that our code causes is an error. The environments are temporary, and hold several GB
-each where pip finds a CUDA build of torch; TMPDIR chooses their disk. `tag` signs the version that pyproject.toml names,
-once the tree says the same everywhere.
+`check` installs the wheel in a new environment of each Python, with the newest versions of its requirements,
+publishes versions and follows them. A warning that our code causes is an error. The environments are
+temporary, and hold several GB each where pip finds a CUDA build of torch; TMPDIR chooses their disk. `tag`
+signs the version that pyproject.toml names, once the tree says the same everywhere.
 """
 
 from __future__ import annotations
@@ -57,7 +57,10 @@ print(f"Python {sys.version.split()[0]}, torch {torch.__version__}: published an
 def files() -> tuple[Path, Path]:
     """Return the wheel and the sdist of this version in dist/, or end."""
     dist = ROOT / "dist"
-    wheels, sdist = [*dist.glob(f"deltasync-{VERSION}-cp311-abi3-*.whl")], dist / f"deltasync-{VERSION}.tar.gz"
+    wheels, sdist = (
+        [*dist.glob(f"deltasync-{VERSION}-cp311-abi3-*.whl")],
+        dist / f"deltasync-{VERSION}.tar.gz",
+    )
     if len(wheels) != 1 or not sdist.is_file():
         sys.exit("There is no wheel of this version and machine in dist/, or no sdist. Run: make dist")
     return wheels[0], sdist
@@ -71,9 +74,18 @@ def incomplete(wheel: Path, sdist: Path) -> list[str]:
     problems = [] if any(name.endswith("/LICENSE") for name in in_wheel) else ["the wheel has no LICENSE"]
     if "deltasync/_native.abi3.so" not in in_wheel:
         problems.append("the wheel has no deltasync/_native.abi3.so; was there a C compiler?")
-    needed = ("LICENSE", "README.md", "CHANGELOG.md", "docs/index.md", "tests/conftest.py", "examples/demo/run.py")
+    needed = (
+        "LICENSE",
+        "README.md",
+        "CHANGELOG.md",
+        "docs/index.md",
+        "tests/conftest.py",
+        "examples/demo/run.py",
+    )
     problems += [f"the sdist has no {name}" for name in needed if name not in in_sdist]
-    tracked = subprocess.run(["git", "ls-files", "deltasync", "tests"], cwd=ROOT, capture_output=True, text=True, check=True)
+    tracked = subprocess.run(
+        ["git", "ls-files", "deltasync", "tests"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     problems += [f"the sdist has no {name}" for name in tracked.stdout.splitlines() if name not in in_sdist]
     return problems
 
@@ -105,7 +117,9 @@ def check(pythons: list[str]) -> list[str]:
                     print(done.stdout.strip(), flush=True)
             else:
                 if json.loads(done.stdout)["version"] != 3:
-                    problems.append(f"{python}: the version that was published last is not visible: {done.stdout.strip()}")
+                    problems.append(
+                        f"{python}: the version that was published last is not visible: {done.stdout.strip()}"
+                    )
     return problems
 
 
@@ -113,13 +127,23 @@ def unready() -> list[str]:
     """Say what a release of this version still lacks in the tree."""
     code = (ROOT / "deltasync/__init__.py").read_text(encoding="utf-8")
     changes = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
-    status = subprocess.run(["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    tags = subprocess.run(["git", "tag", "--list"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
-    problems = [] if f'__version__ = "{VERSION}"' in code else [f"deltasync/__init__.py has another version than {VERSION}"]
+    status = subprocess.run(
+        ["git", "status", "--porcelain"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
+    tags = subprocess.run(
+        ["git", "tag", "--list"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
+    problems = (
+        []
+        if f'__version__ = "{VERSION}"' in code
+        else [f"deltasync/__init__.py has another version than {VERSION}"]
+    )
     if re.search(rf"(?m)^## {re.escape(VERSION)} \(\d{{4}}-\d\d-\d\d\)$", changes) is None:
         problems.append(f"CHANGELOG.md has no heading such as '## {VERSION} (2027-01-31)'")
     if not PROJECT.get("urls"):
-        problems.append("pyproject.toml has no [project.urls]; name the public repository, pages and changelog there")
+        problems.append(
+            "pyproject.toml has no [project.urls]; name the public repository, pages and changelog there"
+        )
     if status:
         problems.append("the tree has changes that are not committed")
     if f"v{VERSION}" in tags:
@@ -129,10 +153,16 @@ def unready() -> list[str]:
 
 def main() -> int:
     """Do what the command line says; 1 if something is missing or failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    commands.add_parser("check").add_argument("pythons", nargs="+", metavar="PYTHON", help="such as python3.12")
-    commands.add_parser("tag").add_argument("--dry-run", action="store_true", help="say what is missing, and make no tag")
+    commands.add_parser("check").add_argument(
+        "pythons", nargs="+", metavar="PYTHON", help="such as python3.12"
+    )
+    commands.add_parser("tag").add_argument(
+        "--dry-run", action="store_true", help="say what is missing, and make no tag"
+    )
     given = parser.parse_args()
     problems = check(given.pythons) if given.command == "check" else unready()
     for problem in problems:

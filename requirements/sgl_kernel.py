@@ -1,10 +1,11 @@
-"""Stand-in for SGLang's compiled kernels, which have no build for CPUs on the package index; see `make test-sglang`.
+"""Stand-in for SGLang's compiled kernels, which have no build for CPUs on the package index; see `make
+test-sglang`.
 
-SGLang imports names from it that its other backends never call: every name is here, and calling one fails. The server then
-computes with torch alone (`--attention-backend torch_native --sampling-backend pytorch`).
+SGLang imports names from it that its other backends never call: every name is here, and calling one fails.
+The server then computes with torch alone (`--attention-backend torch_native --sampling-backend pytorch`).
 
-It is a plugin of SGLang's too: with torch's attention, prompts of a latent attention (MLA) fail on their usual path. So they
-take the path of later tokens, which computes with the products of `kv_b_proj`.
+It is a plugin of SGLang's too: with torch's attention, prompts of a latent attention (MLA) fail on their
+usual path. So they take the path of later tokens, which computes with the products of `kv_b_proj`.
 """
 
 import sys

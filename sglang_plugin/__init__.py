@@ -2,9 +2,9 @@
 
     DELTASYNC_CHANNEL=s3://bucket/run python -m sglang.launch_server --model-path MODEL
 
-The server then follows the channel, reports under /deltasync/, and keeps its caches apart by version. SGLang calls
-`register` in each of its processes, because the package names it as an entry point of `sglang.srt.plugins`. Without
-DELTASYNC_CHANNEL nothing in SGLang is changed.
+The server then follows the channel, reports under /deltasync/, and keeps its caches apart by version. SGLang
+calls `register` in each of its processes, because the package names it as an entry point of
+`sglang.srt.plugins`. Without DELTASYNC_CHANNEL nothing in SGLang is changed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ __all__ = ["register"]
 logger = get_logger("sglang.deltasync")
 
 SOCKET = "SGLANG_DELTASYNC_SOCKET"
-"""Variable of the environment that names the socket at which the first scheduler's process answers the server's."""
+"""Variable of the environment that names the socket at which the first scheduler's process answers the
+server's.
+"""
 
 
 def register() -> None:
-    """Prepare this process for following, before anything is configured. Options that are refused end the start later.
+    """Prepare this process for following, before anything is configured. Options that are refused end the
+    start later.
 
-    A variable that is misspelt or cannot be used ends the process at once: SGLang goes on after any other exception.
+    A variable that is misspelt or cannot be used ends the process at once: SGLang goes on after any other
+    exception.
     """
     from deltasync.serve import startup
 

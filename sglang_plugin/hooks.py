@@ -1,4 +1,6 @@
-"""Where SGLang's scheduler calls us: its requests, its caches, its sleep, and other updates of its weights."""
+"""Where SGLang's scheduler calls us: its requests, its caches, its sleep, and other updates of its
+weights.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def install() -> None:
     """Add the hooks to SGLang's classes in this process. Until there is a scheduler they do nothing."""
     from sglang.srt.managers.scheduler import Scheduler
     from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver
-    from sglang.srt.managers.scheduler_components.weight_updater import SchedulerWeightUpdaterManager as Updater
+    from sglang.srt.managers.scheduler_components.weight_updater import (
+        SchedulerWeightUpdaterManager as Updater,
+    )
     from sglang.srt.mem_cache import common
 
     @around(Scheduler, "__init__")
@@ -116,5 +120,7 @@ def _check(check: Any, ours: _Ours, self: Any, request: Any) -> Any:
 def _rename(rename: Any, ours: _Ours, self: Any, request: Any) -> Any:
     from sglang.srt.managers.io_struct import UpdateWeightVersionReqOutput
 
-    logger.error("deltasync: the channel names the weights of this server; they are not %.40r", request.new_version)
+    logger.error(
+        "deltasync: the channel names the weights of this server; they are not %.40r", request.new_version
+    )
     return UpdateWeightVersionReqOutput()

@@ -30,7 +30,9 @@ def note_loads() -> None:
 
 
 def _restore(twin: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Keep a copy of a model from making what it keeps beside parameters, which a commit has made again after it."""
+    """Keep a copy of a model from making what it keeps beside parameters, which a commit has made again after
+    it.
+    """
     if hasattr(module, "post_load_weights"):
         twin.post_load_weights = lambda *_, **__: None  # type: ignore[assignment]
 
@@ -58,7 +60,8 @@ class ModelEngine(Engine):
         loader = get_model_loader(self._runner.load_config, self._runner.model_config)
         if not isinstance(loader, DefaultModelLoader):
             raise ModelMismatchError(
-                f"SGLang loaded its weights by {type(loader).__name__}, so it cannot be proven where they are: serve a "
+                f"SGLang loaded its weights by {type(loader).__name__}, so it cannot be proven where they "
+                "are: serve a "
                 "checkpoint, without --load-format."
             )
         yield from loader._get_all_weights(self._runner.model_config, self.model)

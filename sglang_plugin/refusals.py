@@ -1,4 +1,6 @@
-"""Refusals at start, in one sentence: versions of SGLang that were not run, options and models that cannot be followed."""
+"""Refusals at start, in one sentence: versions of SGLang that were not run, options and models that cannot be
+followed.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,47 @@ VERSIONS = ("0.5.23",)  # of SGLang
 
 OPTIONS: dict[str, dict[str, object]] = {
     "hands prompts keys that other weights computed": {
-        **{"enable_hierarchical_cache": False, "enable_lmcache": False, "enable_flexkv": False, "radix_cache_backend": None},
+        **{
+            "enable_hierarchical_cache": False,
+            "enable_lmcache": False,
+            "enable_flexkv": False,
+            "radix_cache_backend": None,
+        },
         **{"enable_unified_cache_external_linker": False, "enable_streaming_session": False},
         **{"enable_session_radix_cache": False, "disaggregation_mode": "null"},
     },
     "hands requests encoder outputs that other weights computed": {
-        **{"enable_prefix_mm_cache": False, "enable_mm_global_cache": False, "language_only": False, "encoder_only": False},
+        **{
+            "enable_prefix_mm_cache": False,
+            "enable_mm_global_cache": False,
+            "language_only": False,
+            "encoder_only": False,
+        },
     },
     "holds weights in copies, places or processes that deltas do not reach": {
-        **{"cpu_offload_gb": 0, "offload_group_size": -1, "ple_offload_embedding": False, "enable_paged_experts": False},
-        **{"kt_weight_path": None, "weight_cache_mode": "off", "enable_eplb": False, "ep_num_redundant_experts": 0},
+        **{
+            "cpu_offload_gb": 0,
+            "offload_group_size": -1,
+            "ple_offload_embedding": False,
+            "enable_paged_experts": False,
+        },
+        **{
+            "kt_weight_path": None,
+            "weight_cache_mode": "off",
+            "enable_eplb": False,
+            "ep_num_redundant_experts": 0,
+        },
         **{"elastic_ep_backend": None, "enable_lora": False, "quantization": None},
     },
     "was not run with deltasync": {
-        **{"speculative_algorithm": None, "pp_size": 1, "dp_size": 1, "attn_dp_size": 1, "moe_dp_size": 1, "dwdp_size": 1},
+        **{
+            "speculative_algorithm": None,
+            "pp_size": 1,
+            "dp_size": 1,
+            "attn_dp_size": 1,
+            "moe_dp_size": 1,
+            "dwdp_size": 1,
+        },
         **{"attn_cp_size": 1, "dcp_size": 1, "ep_size": 1, "nnodes": 1, "use_ray": False},
         **{"tokenizer_worker_num": 1, "smg_grpc_mode": False},
     },
@@ -39,7 +68,8 @@ def check(server_args: Any) -> None:
 
     if sglang.__version__ not in VERSIONS:
         raise ConfigError(
-            f"deltasync was run with SGLang {' and '.join(VERSIONS)}, not with {sglang.__version__}: install that, or a "
+            f"deltasync was run with SGLang {' and '.join(VERSIONS)}, not with {sglang.__version__}: install "
+            "that, or a "
             "newer deltasync; or leave DELTASYNC_CHANNEL out."
         )
     if envs.SGLANG_RUST_SERVER.get():
@@ -50,11 +80,14 @@ def check(server_args: Any) -> None:
             found = getattr(config, name)
             if found != followed and (found or followed):
                 raise ConfigError(
-                    f"--{name.replace('_', '-')} {found} {what}: leave it out, or serve without DELTASYNC_CHANNEL."
+                    f"--{name.replace('_', '-')} {found} {what}: leave it out, or serve without "
+                    "DELTASYNC_CHANNEL."
                 )
 
 
 def check_model(model: Any) -> None:
-    """Raise ConfigError for a model, as SGLang has loaded it, whose weights are not where deltas reach them."""
+    """Raise ConfigError for a model, as SGLang has loaded it, whose weights are not where deltas reach
+    them.
+    """
     if any(getattr(module, "use_intel_amx_backend", False) for module in model.modules()):
         raise ConfigError("SGLang has packed this model's weights for AMX, where deltas do not reach them.")

@@ -42,7 +42,9 @@ class SchedulerRoutes(Routes):
         status = found if method == "status" else await super().call("status", 0)
         self.last_not_ready = found if method == "not_ready" else await super().call("not_ready")
         if status["version"] is not None:
-            self._server._global_state.tokenizer_manager._update_weight_version_if_provided(str(status["version"]))
+            self._server._global_state.tokenizer_manager._update_weight_version_if_provided(
+                str(status["version"])
+            )
         return found
 
     @contextlib.asynccontextmanager
@@ -74,9 +76,13 @@ class _WrongVersion(ValueError):
 
 
 def _check(wanted: Wanted, output: Any, streams: bool) -> None:
-    """Raise if an output was made by other versions than its request demands; only the last one of a stream names them."""
+    """Raise if an output was made by other versions than its request demands; only the last one of a stream
+    names them.
+    """
     for each in output if isinstance(output, list) else [output]:
-        numbers = [number_of(span["version"]) or 0 for span in each.get("meta_info", {}).get("weight_versions") or ()]
+        numbers = [
+            number_of(span["version"]) or 0 for span in each.get("meta_info", {}).get("weight_versions") or ()
+        ]
         if numbers and not wanted.allows(min(numbers), max(numbers)):
             sentence = wanted.refusal(max(numbers), "The version changed meanwhile.")
             raise _WrongVersion(sentence) if streams else HTTPException(409, sentence)
@@ -85,8 +91,8 @@ def _check(wanted: Wanted, output: Any, streams: bool) -> None:
 def _hook_requests(server: Any, routes: SchedulerRoutes) -> None:
     """Hold replies to the versions that their requests demand.
 
-    With `DELTASYNC_WAIT_READY` answer no request before the server was ready once, but its own: to warm itself up, and for
-    its health.
+    With `DELTASYNC_WAIT_READY` answer no request before the server was ready once, but its own: to warm
+    itself up, and for its health.
     """
     from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
     from sglang.srt.managers.tokenizer_manager import TokenizerManager
@@ -96,8 +102,14 @@ def _hook_requests(server: Any, routes: SchedulerRoutes) -> None:
     generate_request, requests = TokenizerManager.generate_request, server.requests
 
     @functools.wraps(generate_request)
-    async def answered(self: Any, asked: Any, request: Any = None, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        is_own = request is None or request.headers.get(header) == own or str(asked.rid).startswith(HEALTH_CHECK_RID_PREFIX)
+    async def answered(
+        self: Any, asked: Any, request: Any = None, *args: Any, **kwargs: Any
+    ) -> AsyncIterator[Any]:
+        is_own = (
+            request is None
+            or request.headers.get(header) == own
+            or str(asked.rid).startswith(HEALTH_CHECK_RID_PREFIX)
+        )
         if not is_own and (reason := refusal()):
             raise HTTPException(503, reason, {"retry-after": "1"})
         wanted, streams = demanded.get(), bool(getattr(asked, "stream", False))
@@ -109,4 +121,5 @@ def _hook_requests(server: Any, routes: SchedulerRoutes) -> None:
 
     TokenizerManager.generate_request = answered
     post = lambda url, headers, **kwargs: requests.post(url, headers=headers | {header: own}, **kwargs)  # noqa: E731
-    server.requests = types.SimpleNamespace(**vars(requests) | {"post": post})  # the server warms itself up with it
+    # the server warms itself up with it
+    server.requests = types.SimpleNamespace(**vars(requests) | {"post": post})

@@ -1,7 +1,7 @@
 """A scheduler of SGLang's as one rank of a replica: its model, its group, and what becomes of a new version.
 
-The follow loop runs in a thread of the first rank. Its calls are queued with SGLang's own requests, so that all ranks run
-them in the same iteration, between two steps.
+The follow loop runs in a thread of the first rank. Its calls are queued with SGLang's own requests, so that
+all ranks run them in the same iteration, between two steps.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class DeltaSyncScheduler(ModelEngine, Client):
         if rank:
             return
         settings = settings.at_port(get_serving().port, None)
-        from deltasync.serve.metrics import Metrics  # in this process alone: SGLang sets up prometheus_client first
+        # in this process alone: SGLang sets up prometheus_client first
+        from deltasync.serve.metrics import Metrics
 
         metrics = Metrics()
         target = ShardsTarget(self, reader, settings, metrics, logger)
@@ -82,7 +83,9 @@ class DeltaSyncScheduler(ModelEngine, Client):
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """As `Client.committing`: in a pause of SGLang's, in place, or one that has requests compute their keys again."""
+        """As `Client.committing`: in a pause of SGLang's, in place, or one that has requests compute their
+        keys again.
+        """
         was_held = self.held
         try:
             yield
@@ -103,7 +106,9 @@ class DeltaSyncScheduler(ModelEngine, Client):
         return len(self._scheduler.running_batch.reqs)
 
     def _between_steps(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a method of this class on all ranks, in the same iteration of theirs, and return what it returns here."""
+        """Run a method of this class on all ranks, in the same iteration of theirs, and return what it
+        returns here.
+        """
         done: Future[Any] = Future()
         self._answers.append(done)
         self._waiting.append((MARK, method.__name__, *arguments))
@@ -136,7 +141,9 @@ class DeltaSyncScheduler(ModelEngine, Client):
         return answers
 
     def _exchanged(self, call: Sequence[Any], name: str | None) -> list[Answer]:
-        """Pause, and call all shards. The last call of a commit has the version's name; if all succeed, go on with it."""
+        """Pause, and call all shards. The last call of a commit has the version's name; if all succeed, go on
+        with it.
+        """
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         if self._began_s is None:
@@ -166,7 +173,9 @@ class DeltaSyncScheduler(ModelEngine, Client):
         self.held = self.held or self.shard.is_open
 
     def hold(self) -> None:
-        """Pause the engine in a commit and while the weights are unverified; otherwise leave it to other clients."""
+        """Pause the engine in a commit and while the weights are unverified; otherwise leave it to other
+        clients.
+        """
         self._scheduler._engine_paused = self.held or self.paused or self._began_s is not None
 
     def _announced(self, name: str) -> None:
@@ -177,7 +186,8 @@ class DeltaSyncScheduler(ModelEngine, Client):
         old, scheduler = get_serving().weight_version, self._scheduler
         if name == old:
             return
-        results = getattr(scheduler, "result_queue", ())  # of steps that have run, and sampled with the old weights
+        # of steps that have run, and sampled with the old weights
+        results = getattr(scheduler, "result_queue", ())
         pending = [each for batch, _ in results for each in batch.reqs if each.inflight_middle_chunks <= 0]
         scheduler.record_weight_version_change(name)
         for request in pending:

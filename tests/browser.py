@@ -14,11 +14,17 @@ needs_browser = pytest.mark.skipif(
 )
 
 
-def browse(address: str, profile: Path, *arguments: str, width: int = 900, height: int = 1600, time_ms: int = 3000) -> str:
+def browse(
+    address: str, profile: Path, *arguments: str, width: int = 900, height: int = 1600, time_ms: int = 3000
+) -> str:
     """What Chromium prints, with `--dump-dom` the page after its first `time_ms` of virtual time."""
-    flags = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    flags = (
+        "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+    )
     flags += f" --disable-component-update --disable-sync --hide-scrollbars --window-size={width},{height}"
     command = ["chromium", *flags.split(), f"--virtual-time-budget={time_ms}", f"--user-data-dir={profile}"]
-    done = subprocess.run([*command, *arguments, address], capture_output=True, text=True, check=False, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [*command, *arguments, address], capture_output=True, text=True, check=False, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout

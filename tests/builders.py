@@ -43,7 +43,9 @@ def trained(before: Weights, seed: int, fraction: float = 0.02) -> dict[str, tor
     for tensor in after.values():
         if tensor.dtype == torch.bfloat16:
             mask = torch.rand(tensor.shape, generator=random) < fraction
-            tensor.view(torch.int16).add_(mask * torch.randint(-2, 3, tensor.shape, generator=random, dtype=torch.int16))
+            tensor.view(torch.int16).add_(
+                mask * torch.randint(-2, 3, tensor.shape, generator=random, dtype=torch.int16)
+            )
     after["ids"][0] += 1
     return after
 

@@ -1,4 +1,6 @@
-"""python -m tests.ceilings: lower the ceilings of tests/ceilings.toml to what is there. It never raises one."""
+"""python -m tests.ceilings: lower the ceilings of tests/ceilings.toml to what is there. It never raises
+one.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +24,22 @@ Counts = dict[str, dict[str, int]]
 
 
 def measured() -> Counts:
-    """Return what is there: tokens and classes of rooms, attributes of large classes, names, and the way of a version."""
+    """Return what is there: tokens and classes of rooms, attributes of large classes, names, and the way of a
+    version.
+    """
     sources = {room: sorted((ROOT / "deltasync" / room).rglob("*.py")) for room in ROOMS}
     sources["root"] = sorted((ROOT / "deltasync").glob("*.py"))
-    sources |= {package: sorted((ROOT / package).rglob("*.py")) for package in PACKAGES if package != "deltasync"}
+    sources |= {
+        package: sorted((ROOT / package).rglob("*.py")) for package in PACKAGES if package != "deltasync"
+    }
     trees = {room: [ast.parse(path.read_text()) for path in paths] for room, paths in sources.items()}
-    sizes = {room: sum(version_path.tokens(path.read_text()) for path in paths) for room, paths in sources.items()}
+    sizes = {
+        room: sum(version_path.tokens(path.read_text()) for path in paths) for room, paths in sources.items()
+    }
     sizes["tests"] = sum(version_path.tokens(path.read_text()) for path in (ROOT / "tests").rglob("*.py"))
-    sizes["native"] = len(re.findall(r"\w+|[^\w\s]", _without_comments((ROOT / "deltasync" / "_native.c").read_text())))
+    sizes["native"] = len(
+        re.findall(r"\w+|[^\w\s]", _without_comments((ROOT / "deltasync" / "_native.c").read_text()))
+    )
     kept = {
         room: [node for tree in found for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
         for room, found in trees.items()
@@ -37,10 +47,21 @@ def measured() -> Counts:
     classes = {room: len(nodes) for room, nodes in kept.items()}
     attributes = {f"{room}.{node.name}": _attributes(node) for room, nodes in kept.items() for node in nodes}
     large = {name: count for name, count in attributes.items() if count > LARGE}
-    kinds = [kind for kind in vars(config).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)]
-    settings = {field.name for kind in kinds if kind.__name__.endswith("Settings") for field in dataclasses.fields(kind)}
+    kinds = [
+        kind for kind in vars(config).values() if isinstance(kind, type) and dataclasses.is_dataclass(kind)
+    ]
+    settings = {
+        field.name
+        for kind in kinds
+        if kind.__name__.endswith("Settings")
+        for field in dataclasses.fields(kind)
+    }
     settings |= {field.name for field in dataclasses.fields(config.Retention)}
-    names = {"settings": len(settings), "commands": len(main.list_commands(None)), "threads": len(threads.NAMES)}  # type: ignore[arg-type]
+    names = {
+        "settings": len(settings),
+        "commands": len(main.list_commands(None)),
+        "threads": len(threads.NAMES),
+    }  # type: ignore[arg-type]
     way = version_path.figures(set.union(*version_path.walked()))
     path = {"files": way["files"], "tokens": way["tokens"]}
     return {"tokens": sizes, "classes": classes, "attributes": large, "names": names, "path": path}
@@ -53,10 +74,17 @@ def _without_comments(text: str) -> str:
 def _attributes(node: ast.ClassDef) -> int:
     """Count the names that a class's body declares, and that its methods set on `self`."""
     declared = {
-        each.target.id for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        each.target.id
+        for each in node.body
+        if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
     }
-    targets = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
-    return len(declared | {each.attr for each in targets if isinstance(each.value, ast.Name) and each.value.id == "self"})
+    targets = (
+        each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store)
+    )
+    return len(
+        declared
+        | {each.attr for each in targets if isinstance(each.value, ast.Name) and each.value.id == "self"}
+    )
 
 
 def ceilings() -> Counts:
@@ -70,7 +98,8 @@ def lower() -> None:
     tables, allowed = [], ceilings()
     for table, counts in measured().items():
         rows = (
-            f"{json.dumps(name) if '.' in name else name} = {min(count, allowed.get(table, {}).get(name, count))}\n"
+            f"{json.dumps(name) if '.' in name else name} = "
+            f"{min(count, allowed.get(table, {}).get(name, count))}\n"
             for name, count in counts.items()
         )
         tables.append(f"\n[{table}]\n" + "".join(rows))

@@ -1,4 +1,6 @@
-"""Channels of format 2 made record by record, without a publisher, so that tests can have whatever a store may hold."""
+"""Channels of format 2 made record by record, without a publisher, so that tests can have whatever a store
+may hold.
+"""
 
 from __future__ import annotations
 
@@ -83,10 +85,16 @@ class Made:
         number = 1 if self.tip is None else self.tip.version + 1
         digests = {name: self.fingerprint(name, model) for name in self.specs}
         anchor = Anchor(reference=dataclasses.replace(reference, fingerprints=digests))
-        return self.append(self.record("anchor", number, model, anchor=anchor, requires=[REFERENCE]), None, model)
+        return self.append(
+            self.record("anchor", number, model, anchor=anchor, requires=[REFERENCE]), None, model
+        )
 
-    def delta(self, model: Weights, parts: int = 0, step: int | None = None, inline: bool = True) -> StoredRecord:
-        """The next version, a delta; so many parts hold some of its tensors each, the record the rest, if `inline`."""
+    def delta(
+        self, model: Weights, parts: int = 0, step: int | None = None, inline: bool = True
+    ) -> StoredRecord:
+        """The next version, a delta; so many parts hold some of its tensors each, the record the rest, if
+        `inline`.
+        """
         assert self.tip is not None
         number = self.tip.version + 1
         groups = self.encode(self.bits[self.tip.sha256], model, number, self.tip.version, parts + inline)
@@ -150,7 +158,9 @@ class Made:
         self.bits[stored.sha256] = {name: tensor.clone() for name, tensor in model.items()}
         return stored
 
-    def encode(self, before: Weights, after: Weights, version: int, base: int, count: int) -> list[tuple[Encoded, int]]:
+    def encode(
+        self, before: Weights, after: Weights, version: int, base: int, count: int
+    ) -> list[tuple[Encoded, int]]:
         """Payloads with some of the changed tensors each, and how many elements each changes."""
         layout = Layout(self.specs)
         changed = []
@@ -166,7 +176,10 @@ class Made:
                 delta, chosen = joined(group), codec.get(self.codec_name)
                 digests = self.fingerprints(after)
                 encoded.append(
-                    (chosen.encode(delta, lambda name: (bits_of(after[name]), 0), digests, version, base), delta.changed)
+                    (
+                        chosen.encode(delta, lambda name: (bits_of(after[name]), 0), digests, version, base),
+                        delta.changed,
+                    )
                 )
         return encoded
 
@@ -179,7 +192,9 @@ class Made:
     def store_anchor(self, model: Weights, version: int, shard_bytes: int = 1 << 30) -> Anchor:
         """Store weight files and a config."""
         folder = keys.anchor_folder(version, self.epoch)
-        tensors = {name: tensor_of(bits_of(tensor).copy(), self.specs[name]) for name, tensor in model.items()}
+        tensors = {
+            name: tensor_of(bits_of(tensor).copy(), self.specs[name]) for name, tensor in model.items()
+        }
         written = anchors.weight_files(tensors, self.fingerprints(model), shard_bytes)
         files = {name: self.put_file(f"{folder}/{name}", data) for name, data in written}
         model_files = [self.put_file(f"{folder}/config.json", b"{}")]
@@ -204,10 +219,19 @@ class Made:
         )
 
     def _compaction(
-        self, base: VersionId | None, version: VersionId, model: Weights, payload: Encoded | None, **rest: object
+        self,
+        base: VersionId | None,
+        version: VersionId,
+        model: Weights,
+        payload: Encoded | None,
+        **rest: object,
     ) -> StoredRecord:
         number, kind = version.version, "announcement" if base is None else "compaction"
-        key = keys.announcement(number, self.epoch) if base is None else keys.compaction(base.version, number, self.epoch)
+        key = (
+            keys.announcement(number, self.epoch)
+            if base is None
+            else keys.compaction(base.version, number, self.epoch)
+        )
         made = self.record(kind, number, model, **rest)
         made = dataclasses.replace(made, epoch=version.epoch, base=base, sha256=version.sha256)
         stored = record.encode(made, key, payload, self.signer)
@@ -222,7 +246,9 @@ class Made:
         self.store.put(key, data)
 
 
-def made(store: Store, versions: int, signer: Signer | None = None, compactions: Sequence[tuple[int, int]] = ()) -> Made:
+def made(
+    store: Store, versions: int, signer: Signer | None = None, compactions: Sequence[tuple[int, int]] = ()
+) -> Made:
     """A channel with an anchor and deltas after it, compactions between some of them, and head."""
     channel = Made(store, signer)
     model: Weights = weights()
@@ -274,7 +300,9 @@ def filled(
     channel.create(states[0])
     for number, model in enumerate(states, start=1):
         step = 10 * number
-        stored = channel.anchor(model, step) if number == 1 else channel.delta(model, 2 * (number in parts), step)
+        stored = (
+            channel.anchor(model, step) if number == 1 else channel.delta(model, 2 * (number in parts), step)
+        )
         versions.append(stored.version)
         if number in anchors:
             channel.announce(stored.version)

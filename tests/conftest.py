@@ -21,8 +21,11 @@ if native.extension() is None and os.environ.get("DELTASYNC_SIMD") != "none":
 os.environ["HF_HUB_OFFLINE"] = "1"
 # Programs that tests start find what tests find (pytest's `pythonpath`).
 ROOT = Path(__file__).parents[1]
-os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [f"{ROOT}", f"{ROOT}/examples", os.environ.get("PYTHONPATH")]))
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # programs that tests start would compile deltasync anew, each of them
+os.environ["PYTHONPATH"] = os.pathsep.join(
+    filter(None, [f"{ROOT}", f"{ROOT}/examples", os.environ.get("PYTHONPATH")])
+)
+# programs that tests start would compile deltasync anew, each of them
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 for _variable in [name for name in os.environ if name.startswith("DELTASYNC_")]:
     del os.environ[_variable]
 
@@ -36,14 +39,17 @@ _LEFT_OUT = {}
 if "LONG_TESTS" not in os.environ:
     _LEFT_OUT["slow"] = "tests that are marked slow; make test-long runs them"
 if not RUNS:
-    _LEFT_OUT["gpu"] = "tests of GPU kernels by themselves; test_interpreted.py runs them through Triton's interpreter"
+    _LEFT_OUT["gpu"] = (
+        "tests of GPU kernels by themselves; test_interpreted.py runs them through Triton's interpreter"
+    )
 
 _TOGETHER = re.compile(r"/test_(vllm\w*|trl\w*|salt|compose|wordle_player)\.py\b")
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker takes whole modules, and one of them all that start vLLM, whose processes spin while they wait.
+    """A worker takes whole modules, and one of them all that start vLLM, whose processes spin while they
+    wait.
 
     The same one takes all that import vLLM or TRL, which takes ten seconds each.
     """

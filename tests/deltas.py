@@ -43,17 +43,23 @@ def changed(layout: Layout, old: Bits, new: Bits) -> Changed:
     return Changed(between(layout, old, new), digests(new))
 
 
-def encode(codec_name: str, specs: Specs, old: Bits, new: Bits, version: int = 8, base_version: int = 7) -> Encoded:
+def encode(
+    codec_name: str, specs: Specs, old: Bits, new: Bits, version: int = 8, base_version: int = 7
+) -> Encoded:
     """A payload that leads from `old` to `new`."""
     delta = between(Layout(specs), old, new)
-    return codec.get(codec_name).encode(delta, lambda name: (new[name], 0), digests(new), version, base_version)
+    return codec.get(codec_name).encode(
+        delta, lambda name: (new[name], 0), digests(new), version, base_version
+    )
 
 
 def decode(data: bytes, specs: Specs, old: Bits | None = None, wanted: codec.Wanted | None = None) -> Changed:
     """The changes of a payload file."""
     payload = codec.open_payload(data)
     return Changed(
-        *codec.get(payload.codec).decode(payload, Layout(specs), None if old is None else old.__getitem__, wanted)
+        *codec.get(payload.codec).decode(
+            payload, Layout(specs), None if old is None else old.__getitem__, wanted
+        )
     )
 
 

@@ -1,6 +1,8 @@
-"""Requests that demand a version, and what every server has to answer: one table, which the tests of each server run.
+"""Requests that demand a version, and what every server has to answer: one table, which the tests of each
+server run.
 
-The server serves version 2, and no other while they run. `{"x-deltasync-timeout": "0.1"}` keeps waits in vain short.
+The server serves version 2, and no other while they run. `{"x-deltasync-timeout": "0.1"}` keeps waits in vain
+short.
 """
 
 from __future__ import annotations
@@ -48,7 +50,9 @@ def header(code: int, *values: str, name: str = HEADER) -> Demand:
     return Demand(code, (*((name, value) for value in values), (TIMEOUT, "0.1")))
 
 
-def field(code: int, value: str, name: str = f'"{HEADER}"', kind: str = "application/json", **options: str) -> Demand:
+def field(
+    code: int, value: str, name: str = f'"{HEADER}"', kind: str = "application/json", **options: str
+) -> Demand:
     fields = f'{name}: {value}, "{TIMEOUT}": 0.1'
     return Demand(code, (("content-type", kind),), fields, **options)
 
@@ -105,7 +109,9 @@ READ = {
     "escaped in the address": Demand(400, query="x%2DDeltasync%2Dversion=99"),
     "in a form": Demand(400, (("content-type", "multipart/form-data; boundary=b"),), body=FORM),
     "in an encoded form": Demand(
-        400, (("content-type", "application/x-www-form-urlencoded"),), body=b"prompt=a&x%2ddeltasync-version=99"
+        400,
+        (("content-type", "application/x-www-form-urlencoded"),),
+        body=b"prompt=a&x%2ddeltasync-version=99",
     ),
 }
 """By what it tests."""

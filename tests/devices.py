@@ -24,7 +24,8 @@ class StandIn(Device):
 
     Attributes:
         allocated: Bytes of each allocation.
-        cache: Sizes of the blocks that were given back, which serve later allocations, as with PyTorch's allocator.
+        cache: Sizes of the blocks that were given back, which serve later allocations, as with PyTorch's
+            allocator.
         held_bytes: What the driver gave.
         launches: Names of the kernels that were launched for whole tables.
         fail_at: Called before each launch; raises to make it fail.
@@ -100,6 +101,8 @@ def on(*devices: Device | None) -> Callable[[torch.Tensor], Device]:
 
     def device_of(live: torch.Tensor) -> Device:
         storage = live.untyped_storage().data_ptr()
-        return places.setdefault(storage, devices[len(places) % len(devices)] or accelerator(torch.device("cpu")))
+        return places.setdefault(
+            storage, devices[len(places) % len(devices)] or accelerator(torch.device("cpu"))
+        )
 
     return device_of

@@ -70,7 +70,9 @@ class Engine:
             weight_transfer_config=None,
         )
         self.engine_core = SimpleNamespace(
-            core_engines=[b"0"], _call_utility_async=self.call_utility_async, pause_scheduler_async=self.pause_generation
+            core_engines=[b"0"],
+            _call_utility_async=self.call_utility_async,
+            pause_scheduler_async=self.pause_generation,
         )
         self.salted = True
         self.weight_version = "default"
@@ -87,7 +89,9 @@ class Engine:
         assert method in ("deltasync_salts", "deltasync_guard")
         return self.salted if method == "deltasync_salts" else False
 
-    async def exchange(self, call: list[Any], name: str | None, recomputes: bool, resumes: bool | None) -> list[Any]:
+    async def exchange(
+        self, call: list[Any], name: str | None, recomputes: bool, resumes: bool | None
+    ) -> list[Any]:
         """As `vllm_plugin.engine.exchange_here`."""
         self._note("pause")
         answers, resumed_s = [self.worker.deltasync_call(*call)], None
@@ -132,11 +136,15 @@ class Engine:
 
 def target_of(call: Callable[..., list[Any]], reader: ChannelReader) -> ShardsTarget:
     """The target of workers that this calls."""
-    return ShardsTarget(Client(call), reader, ReplicaSettings(channel=reader.store.url), Metrics(CollectorRegistry()))
+    return ShardsTarget(
+        Client(call), reader, ReplicaSettings(channel=reader.store.url), Metrics(CollectorRegistry())
+    )
 
 
 class Driver(Follow):
-    """The follow loop over an engine, whose steps are taken one by one, in another thread than the event loop's."""
+    """The follow loop over an engine, whose steps are taken one by one, in another thread than the event
+    loop's.
+    """
 
     target: ShardsTarget
 
@@ -212,8 +220,12 @@ def registry() -> CollectorRegistry:
 
 
 @contextlib.asynccontextmanager
-async def following(engine: Engine, url: str, registry: CollectorRegistry, **settings: Any) -> AsyncIterator[Driver]:
-    driver = engine.driver = Driver(engine, ReplicaSettings(channel=url, replica_id="unit", **settings), Metrics(registry))
+async def following(
+    engine: Engine, url: str, registry: CollectorRegistry, **settings: Any
+) -> AsyncIterator[Driver]:
+    driver = engine.driver = Driver(
+        engine, ReplicaSettings(channel=url, replica_id="unit", **settings), Metrics(registry)
+    )
     driver.start()
     try:
         async with asyncio.timeout(PATIENCE_S):

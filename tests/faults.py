@@ -31,7 +31,9 @@ class Fault:
 
 @dataclasses.dataclass
 class Gate:
-    """Where calls are held: `entered` is set when the first one arrives, and they go on once `opened` is set."""
+    """Where calls are held: `entered` is set when the first one arrives, and they go on once `opened` is
+    set.
+    """
 
     operation: str
     key_prefix: str
@@ -98,7 +100,9 @@ class FaultyStore(WrappedStore):
         return itertools.chain(map(self._aged, shown), flood)
 
     def _aged(self, info: ObjectInfo) -> ObjectInfo:
-        return dataclasses.replace(info, modified_s=info.modified_s + self.ahead_s - self._age_s.get(info.key, 0.0))
+        return dataclasses.replace(
+            info, modified_s=info.modified_s + self.ahead_s - self._age_s.get(info.key, 0.0)
+        )
 
     def fail_at(
         self,
@@ -109,7 +113,9 @@ class FaultyStore(WrappedStore):
         after: bool = False,
         error: type[Exception] = TransientStoreError,
     ) -> Fault:
-        """Raise at the next `times` matching calls: before the operation, or `after` performing it (the reply is lost)."""
+        """Raise at the next `times` matching calls: before the operation, or `after` performing it (the reply
+        is lost).
+        """
         fault = Fault(operation, key_prefix, times, after, error)
         self._faults.append(fault)
         return fault
@@ -144,7 +150,9 @@ class FaultyStore(WrappedStore):
         if key == self._endless:
             self.bounds.append(most_bytes)
             raise CorruptDataError(f"{key} is larger than the {most_bytes} bytes that it may have.")
-        data = self._answered("read", key, self.ask("read", key, lambda: self.inner.read(key, 1 << 40, known)))
+        data = self._answered(
+            "read", key, self.ask("read", key, lambda: self.inner.read(key, 1 << 40, known))
+        )
         check_size(key, len(data), most_bytes)
         return data
 
@@ -179,7 +187,9 @@ class FaultyStore(WrappedStore):
             return action()
         if fault.after:
             action()
-        raise fault.error(f"{operation} {key} failed by the test, {'after' if fault.after else 'before'} it was done")
+        raise fault.error(
+            f"{operation} {key} failed by the test, {'after' if fault.after else 'before'} it was done"
+        )
 
     @staticmethod
     def _strikes(fault: Fault, operation: str, key: str) -> bool:

@@ -1,4 +1,5 @@
-"""Faults on the wire: a reverse proxy in front of any HTTP server, honest but for the steps that a test names.
+"""Faults on the wire: a reverse proxy in front of any HTTP server, honest but for the steps that a test
+names.
 
 with FaultProxy(server.url) as proxy:
     proxy.strike(status(503, retry_after_s=1), "PUT", r"/manifests/", times=2)
@@ -50,7 +51,8 @@ class Reply:
     """What goes back to the client.
 
     Attributes:
-        cut_at: Body bytes after which the connection is reset; -1 for before the status line, None for not at all.
+        cut_at: Body bytes after which the connection is reset; -1 for before the status line, None for not at
+            all.
         wait_s: Before anything is sent.
         pause_s: Before each sixteenth of the body.
         live: An event stream, passed on as it comes.
@@ -90,7 +92,10 @@ class Action:
 def status(code: int, body: bytes = b"", *, retry_after_s: int | None = None) -> Action:
     """An error of the server's, such as 503 with `Retry-After`."""
     retry = [] if retry_after_s is None else [("Retry-After", str(retry_after_s))]
-    return Action(f"status {code}", reply=Reply(code, [("Content-Type", "application/xml"), *retry], b"").with_body(body))
+    return Action(
+        f"status {code}",
+        reply=Reply(code, [("Content-Type", "application/xml"), *retry], b"").with_body(body),
+    )
 
 
 def s3_error(code: int, name: str) -> Action:
@@ -168,15 +173,18 @@ class Fault:
             and re.fullmatch(self.method, request.command) is not None
             and re.search(self.path, unquote(path)) is not None
             and re.search(self.query, query) is not None
-            and (self.header is None or re.search(self.header[1], request.headers.get(self.header[0], "")) is not None)
+            and (
+                self.header is None
+                or re.search(self.header[1], request.headers.get(self.header[0], "")) is not None
+            )
         )
 
 
 class FaultProxy(ThreadingHTTPServer):
     """The proxy; it serves from its creation until `close`. One thread per connection.
 
-    Requests and replies are held in memory as a whole, but for event streams. The Host header is passed on as it came,
-    because request signatures cover it.
+    Requests and replies are held in memory as a whole, but for event streams. The Host header is passed on as
+    it came, because request signatures cover it.
 
     Attributes:
         url: Where it listens.
@@ -242,7 +250,9 @@ class FaultProxy(ThreadingHTTPServer):
             return [
                 each
                 for each in self.exchanges
-                if re.fullmatch(method, each.method) and re.search(path, unquote(each.path)) and re.search(query, each.query)
+                if re.fullmatch(method, each.method)
+                and re.search(path, unquote(each.path))
+                and re.search(query, each.query)
             ]
 
     def choose(self, request: Handler) -> tuple[Action, bool] | None:
@@ -402,7 +412,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _send(self, reply: Reply, up: int, action: Action | None) -> None:
         line = f"HTTP/1.1 {reply.status} {http.client.responses.get(reply.status, '')}\r\n"
-        head = (line + "".join(f"{name}: {value}\r\n" for name, value in reply.headers) + "\r\n").encode("latin-1")
+        head = (line + "".join(f"{name}: {value}\r\n" for name, value in reply.headers) + "\r\n").encode(
+            "latin-1"
+        )
         body = b"" if self.command == "HEAD" else reply.body
         if reply.cut_at == -1:
             head = b""

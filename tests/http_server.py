@@ -31,12 +31,18 @@ PATIENCE_S = 300.0
 
 
 def save(model: Any, directory: Path, **config: Any) -> Path:
-    """A checkpoint with a tokenizer of 64 words: w0, w1, ... `config` is what mlx-lm looks for in config.json, too."""
+    """A checkpoint with a tokenizer of 64 words: w0, w1, ... `config` is what mlx-lm looks for in
+    config.json, too.
+    """
     model.save_pretrained(directory)
-    (directory / "config.json").write_text(json.dumps(json.loads((directory / "config.json").read_text()) | config))
+    (directory / "config.json").write_text(
+        json.dumps(json.loads((directory / "config.json").read_text()) | config)
+    )
     words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(64)}, unk_token="w0"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()  # type: ignore[assignment]
-    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w63", pad_token="w0").save_pretrained(directory)
+    PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w63", pad_token="w0").save_pretrained(
+        directory
+    )
     return directory
 
 
@@ -46,7 +52,10 @@ def weights_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def digests(weights: Mapping[str, torch.Tensor]) -> dict[str, str]:
-    return {own: hashlib.sha256(tensor.view(torch.int16).numpy().tobytes()).hexdigest() for own, tensor in weights.items()}
+    return {
+        own: hashlib.sha256(tensor.view(torch.int16).numpy().tobytes()).hexdigest()
+        for own, tensor in weights.items()
+    }
 
 
 class Server:
@@ -60,7 +69,10 @@ class Server:
         own = {"PYTHONPATH": str(ROOT), "DELTASYNC_POLL_INTERVAL_S": "0.05"}
         with log.open("w") as file:
             self.process = subprocess.Popen(
-                [*command, "--port", str(port)], env=os.environ | own | environ, stdout=file, stderr=subprocess.STDOUT
+                [*command, "--port", str(port)],
+                env=os.environ | own | environ,
+                stdout=file,
+                stderr=subprocess.STDOUT,
             )
 
     def request(self, path: str, body: Any = None, **headers: str) -> tuple[int, dict[str, str], Any]:
@@ -68,13 +80,19 @@ class Server:
         asked = urllib.request.Request(self.url + path, data, {"content-type": "application/json"} | headers)
         try:
             with urllib.request.urlopen(asked, timeout=PATIENCE_S) as reply:
-                return reply.status, {name.lower(): value for name, value in reply.headers.items()}, json.loads(reply.read())
+                return (
+                    reply.status,
+                    {name.lower(): value for name, value in reply.headers.items()},
+                    json.loads(reply.read()),
+                )
         except urllib.error.HTTPError as error:
             return error.code, dict(error.headers), json.loads(error.read())
 
     def send(self, path: str, headers: Iterable[tuple[str, str]], body: bytes) -> tuple[int, bytes]:
         """Post what urllib does not: repeated headers, in order."""
-        with contextlib.closing(http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE_S)) as connection:
+        with contextlib.closing(
+            http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE_S)
+        ) as connection:
             connection.putrequest("POST", path)
             for name, value in [*headers, ("content-length", str(len(body)))]:
                 connection.putheader(name, value)

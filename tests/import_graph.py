@@ -1,7 +1,7 @@
 """Draw which room imports from which: `python -m tests.import_graph` writes `docs/images/imports.svg`.
 
-A dependency structure matrix: a row for each importer, a column for each imported room, both in the order of the rooms.
-Nothing above the diagonal means that no import points upward, and so that there is no cycle.
+A dependency structure matrix: a row for each importer, a column for each imported room, both in the order of
+the rooms. Nothing above the diagonal means that no import points upward, and so that there is no cycle.
 """
 
 from __future__ import annotations
@@ -37,15 +37,21 @@ def picture() -> str:
     ]
     for column, room in enumerate(ROOMS):
         x = _LEFT + _CELL * column + _CELL / 2
-        parts.append(f'<text transform="translate({x + 5:g} {_TOP - 8}) rotate(-40)" fill="#222222">{room}</text>')
+        parts.append(
+            f'<text transform="translate({x + 5:g} {_TOP - 8}) rotate(-40)" fill="#222222">{room}</text>'
+        )
     edges = _edges()
     for row, importer in enumerate(_ROWS):
         y = _TOP + _CELL * row
-        parts.append(f'<text x="{_LEFT - 10}" y="{y + 20}" text-anchor="end" fill="#222222">{importer}</text>')
+        parts.append(
+            f'<text x="{_LEFT - 10}" y="{y + 20}" text-anchor="end" fill="#222222">{importer}</text>'
+        )
         for column, room in enumerate(ROOMS):
             fill = "#d0d0d0" if room == importer else "#4a90c8" if (importer, room) in edges else "#f3f3f3"
             x = _LEFT + _CELL * column
-            parts.append(f'<rect x="{x}" y="{y}" width="{_CELL - 2}" height="{_CELL - 2}" rx="3" fill="{fill}"/>')
+            parts.append(
+                f'<rect x="{x}" y="{y}" width="{_CELL - 2}" height="{_CELL - 2}" rx="3" fill="{fill}"/>'
+            )
     return "\n".join([*parts, "</svg>", ""])
 
 

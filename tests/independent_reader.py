@@ -80,7 +80,9 @@ def identity(named: dict[str, Any] | None) -> Identity | None:
 
 
 class Channel:
-    def __init__(self, folder: Path, checkpoint: Path | None = None, keys: frozenset[str] = frozenset()) -> None:
+    def __init__(
+        self, folder: Path, checkpoint: Path | None = None, keys: frozenset[str] = frozenset()
+    ) -> None:
         self.folder = folder
         self.checkpoint = checkpoint  # that references mean, wherever they say it is
         self.keys = keys  # one of which must have signed every document; none: signatures are ignored
@@ -106,7 +108,9 @@ class Channel:
     # 4: bounds
 
     def bounded(self, key: str, most: int) -> bytes:
-        check(re.fullmatch(r"[\w=+@-][\w.=+@-]*(/[\w=+@-][\w.=+@-]*)*", key, re.ASCII) is not None, "key", key)
+        check(
+            re.fullmatch(r"[\w=+@-][\w.=+@-]*(/[\w=+@-][\w.=+@-]*)*", key, re.ASCII) is not None, "key", key
+        )
         path = self.folder / key
         check(path.is_file() and not path.is_symlink(), "missing", key)
         check(path.stat().st_size <= most, "bound", key)
@@ -173,7 +177,9 @@ class Channel:
         return sorted(found)
 
     def newest(self) -> Identity:
-        """The last version of the greatest epoch that has one, or the base of its seal; damaged ones are passed over."""
+        """The last version of the greatest epoch that has one, or the base of its seal; damaged ones are
+        passed over.
+        """
         for epoch, number in reversed(self.slots()):
             try:
                 found, digest = self.record(slot(number, epoch))
@@ -196,7 +202,10 @@ class Channel:
     def ways(self, target: Identity) -> list[Record]:
         """The records, compactions and announcements that lead to a version, those with an anchor first."""
         number, epoch, _ = target
-        beside = [*self.folder.glob(f"compactions/*-{number:010}.*"), *self.folder.glob(f"announcements/{number:010}.*")]
+        beside = [
+            *self.folder.glob(f"compactions/*-{number:010}.*"),
+            *self.folder.glob(f"announcements/{number:010}.*"),
+        ]
         keys = [str(path.relative_to(self.folder)) for path in sorted(beside)]
         found = []
         for key in [slot(number, epoch), *keys]:
@@ -225,7 +234,13 @@ class Channel:
             Damaged: this version cannot be reached without a contradiction.
         """
         self.problems: list[Exception] = []
-        target = self.newest() if version is None else self.numbered(version) if isinstance(version, int) else version
+        target = (
+            self.newest()
+            if version is None
+            else self.numbered(version)
+            if isinstance(version, int)
+            else version
+        )
         model = self.reach(target, by)
         if model is None:
             raise Damaged("no way to", target, self.problems)
@@ -248,7 +263,15 @@ class Channel:
                 total = sum(fingerprint(name, bits) for name, (_, _, bits) in model.items()) % 2**64
                 check(f"{total:016x}" == record["fingerprint"], "fingerprint of version", target)
                 return model
-            except (Damaged, LookupError, ValueError, TypeError, struct.error, OSError, zstandard.ZstdError) as error:
+            except (
+                Damaged,
+                LookupError,
+                ValueError,
+                TypeError,
+                struct.error,
+                OSError,
+                zstandard.ZstdError,
+            ) as error:
                 self.problems.append(error)
         return None
 
@@ -263,7 +286,9 @@ class Channel:
             check(row["key"].startswith(folder), "companion", row["key"])
             self.file(row)
         for row in record["anchor"]["files"]:
-            check(row["key"].startswith("anchors/") and row["key"].startswith(folder), "weight file", row["key"])
+            check(
+                row["key"].startswith("anchors/") and row["key"].startswith(folder), "weight file", row["key"]
+            )
             metadata, entries = safetensors(self.file(row))
             fingerprints = json.loads(metadata["deltasync.fingerprints"])
             check(metadata["format"] == "pt" and fingerprints.keys() == entries.keys(), "anchor metadata")
@@ -279,7 +304,9 @@ class Channel:
     def reference(self, record: Record) -> Model:
         anchor, found = record["anchor"], {}
         reference = anchor["reference"]
-        check((anchor["directory"], anchor["files"], record["requires"]) == ("", [], ["reference"]), "reference")
+        check(
+            (anchor["directory"], anchor["files"], record["requires"]) == ("", [], ["reference"]), "reference"
+        )
         names = [key for key in ("repo", "revision", "path") if reference[key] is not None]
         check(names in (["repo", "revision"], ["path"]) and self.checkpoint is not None, "checkpoint", names)
         entries: dict[str, Entry] = {}
@@ -291,7 +318,9 @@ class Channel:
             if stored == "F32" and dtype == "bfloat16":  # the one rounding that the golden channel needs
                 stored, data = "BF16", rounded(np.frombuffer(data, "<u4")).tobytes()
             bits = array((stored, size, data), dtype, shape)
-            check(f"{fingerprint(name, bits):016x}" == reference["fingerprints"][name], "fingerprint of", name)
+            check(
+                f"{fingerprint(name, bits):016x}" == reference["fingerprints"][name], "fingerprint of", name
+            )
             found[name] = dtype, shape, bits
         return found
 
@@ -303,7 +332,10 @@ class Channel:
         check(entries.pop(".record")[2] == record["object"][record["body_bytes"] :], "last entry")
         payloads = [(metadata, entries)] if entries else []
         for metadata, entries in payloads + [safetensors(self.file(row)) for row in delta["parts"]]:
-            check(metadata["format"] == FORMAT and metadata["codec"] == delta["codec"], "payload format or codec")
+            check(
+                metadata["format"] == FORMAT and metadata["codec"] == delta["codec"],
+                "payload format or codec",
+            )
             check(metadata["version"] == str(record["version"]), "payload version")
             check(metadata["base_version"] == str(record["base"]["version"]), "payload base")
             check(delta["codec"] in ("raw", "packed", "context"), delta["codec"])
@@ -311,7 +343,8 @@ class Channel:
             found, digests = decode(before, metadata, entries)
             check(found.keys() == digests.keys(), "tensors")
             here_count = 0
-            # Each file says what differs from the base; several may say it of different elements of one tensor.
+            # Each file says what differs from the base; several may say it of different elements of one
+            # tensor.
             for name, bits in found.items():
                 dtype, shape, old = before[name]
                 here = bits != old
@@ -330,13 +363,22 @@ class Channel:
 
     def raw(self, model: Model, metadata: dict[str, str], entries: dict) -> Decoded:
         patches = json.loads(metadata["patches"])
-        check(entries.keys() == {f"{name}.{part}" for name in patches for part in ("indices", "values")}, "entries")
+        check(
+            entries.keys() == {f"{name}.{part}" for name in patches for part in ("indices", "values")},
+            "entries",
+        )
         found = {}
         for name, patch in patches.items():
             dtype, _, old = model[name]
             shape = (patch["changed"],)
-            indices = array(entries[f"{name}.indices"], "int32" if len(old) < 2**31 else "int64", shape).astype(np.int64)
-            check(bool((np.diff(indices) > 0).all()) and indices[0] >= 0 and indices[-1] < len(old), name, "indices")
+            indices = array(
+                entries[f"{name}.indices"], "int32" if len(old) < 2**31 else "int64", shape
+            ).astype(np.int64)
+            check(
+                bool((np.diff(indices) > 0).all()) and indices[0] >= 0 and indices[-1] < len(old),
+                name,
+                "indices",
+            )
             found[name] = old.copy()
             found[name][indices] = array(entries[f"{name}.values"], dtype, shape)
         return found, {name: patch["fingerprint"] for name, patch in patches.items()}
@@ -377,12 +419,18 @@ class Channel:
             at = 0
             for name in names:
                 size = len(model[name][2])
-                check((flat[width][at : at + size] == old[at : at + size]).all() or name in changed, name, "is not named")
+                check(
+                    (flat[width][at : at + size] == old[at : at + size]).all() or name in changed,
+                    name,
+                    "is not named",
+                )
                 at += size
         found = {}
         for width, new in flat.items():
             at = 0
-            for name in (name for name, (dtype, _) in self.table.items() if DTYPES[dtype][0] == 8 * int(width)):
+            for name in (
+                name for name, (dtype, _) in self.table.items() if DTYPES[dtype][0] == 8 * int(width)
+            ):
                 size = len(model[name][2])
                 if name in digests:
                     found[name] = new[at : at + size]
@@ -421,7 +469,13 @@ class Channel:
         return new
 
     def tiles(
-        self, model: Model, changed: list[str], row: dict, part: dict, sizes: tuple[int, int], said: dict[str, int]
+        self,
+        model: Model,
+        changed: list[str],
+        row: dict,
+        part: dict,
+        sizes: tuple[int, int],
+        said: dict[str, int],
     ) -> dict[str, np.ndarray]:
         check(all(1 <= size <= 2**30 for size in sizes), "size of a tile or block")
         flags = np.ones(len(changed), np.uint8)
@@ -432,9 +486,13 @@ class Channel:
         ranges = [[0, elements(self.table[name][1])] for name in names]
         if part["ranges"] is not None:
             ranges = array(part["ranges"], "int64", (len(names), 2)).astype(np.int64).reshape(-1, 2).tolist()
-        blocks = [places(self.table[name][1], *span, *sizes) for name, span in zip(names, ranges, strict=True)]
+        blocks = [
+            places(self.table[name][1], *span, *sizes) for name, span in zip(names, ranges, strict=True)
+        ]
         shape = (sum(map(len, blocks)), 2)
-        rows = block_rows(part["tiles"], None if row["planes"] is None else json.dumps(row["planes"]), shape).tolist()
+        rows = block_rows(
+            part["tiles"], None if row["planes"] is None else json.dumps(row["planes"]), shape
+        ).tolist()
         words = array(part["tile_words"], "int32", (-1,)).tolist()
         tables, at = array(part["tile_tables"], "uint8", (-1,)).tobytes(), 0
         groups = list(row["groups"])
@@ -475,7 +533,12 @@ def places(shape: tuple[int, ...], start: int, stop: int, tile: int, block: int)
     rows, columns = shape[-2:]
     height = min(rows, (stop - start) // columns)
     # all of one matrix or more, or some rows of one
-    if start % columns or not height or (stop - start) % (height * columns) or start // columns % rows + height > rows:
+    if (
+        start % columns
+        or not height
+        or (stop - start) % (height * columns)
+        or start // columns % rows + height > rows
+    ):
         return rows_of_blocks
     w = next((w for w in (16, 8, 4) if rows * columns >= tile * w**2), 2)
     down, across = math.gcd(w, rows), math.gcd(w, columns)
@@ -513,7 +576,9 @@ def weight_files(checkpoint: Path | None) -> list[Path]:
 
 def rounded(bits: np.ndarray) -> np.ndarray:
     """The upper halves of float32 bits, rounded to nearest, ties to even; of numbers, not of NaN."""
-    return ((bits.astype(np.uint64) + 0x7FFF + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint64(16)).astype("<u2")
+    return (
+        (bits.astype(np.uint64) + 0x7FFF + (bits >> np.uint32(16) & np.uint32(1))) >> np.uint64(16)
+    ).astype("<u2")
 
 
 def safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
@@ -522,7 +587,11 @@ def safetensors(data: bytes) -> tuple[dict[str, str], dict[str, Entry]]:
     metadata = header.pop("__metadata__", {})
     start = 8 + size
     return metadata, {
-        name: (row["dtype"], tuple(row["shape"]), data[start + row["data_offsets"][0] : start + row["data_offsets"][1]])
+        name: (
+            row["dtype"],
+            tuple(row["shape"]),
+            data[start + row["data_offsets"][0] : start + row["data_offsets"][1]],
+        )
         for name, row in header.items()
     }
 
@@ -546,7 +615,9 @@ def array(entry: Entry, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
     """The flat bits of an entry, which must have this dtype and shape (-1: any)."""
     width, stored, _, _ = DTYPES[dtype]
     check(entry[0] == stored and len(entry[1]) == len(shape), "dtype or shape", entry[0], entry[1])
-    check(all(expected in (-1, size) for expected, size in zip(shape, entry[1], strict=True)), "shape", entry[1])
+    check(
+        all(expected in (-1, size) for expected, size in zip(shape, entry[1], strict=True)), "shape", entry[1]
+    )
     check(len(entry[2]) == elements(entry[1]) * width // 8, "length")
     return np.frombuffer(entry[2], BITS[width])
 
@@ -614,7 +685,11 @@ def fingerprint(name: str, bits: np.ndarray) -> int:
     (key,) = struct.unpack("<Q", hashlib.sha256(name.encode()).digest()[:8])
     u = np.uint64
     with np.errstate(over="ignore"):
-        z = u(key) + np.arange(len(bits), dtype=u) * u(0x9E3779B97F4A7C15) + bits.astype(u) * u(0xD1B54A32D192ED03)
+        z = (
+            u(key)
+            + np.arange(len(bits), dtype=u) * u(0x9E3779B97F4A7C15)
+            + bits.astype(u) * u(0xD1B54A32D192ED03)
+        )
         z = (z ^ (z >> u(30))) * u(0xBF58476D1CE4E5B9)
         z = (z ^ (z >> u(27))) * u(0x94D049BB133111EB)
         return int((z ^ (z >> u(31))).sum(dtype=u))
@@ -729,9 +804,13 @@ def class_tables(data: bytes, at: int) -> tuple[list[Class], int]:
     return found, at
 
 
-def class_block(stream: Stream, classes: list[Class], held: list[int], changes: int, bits: int) -> list[tuple[int, int]]:
+def class_block(
+    stream: Stream, classes: list[Class], held: list[int], changes: int, bits: int
+) -> list[tuple[int, int]]:
     """Index and step of each change of a block whose elements have these fields."""
-    members = [[index for index, value in enumerate(held) if first <= value <= last] for first, last, *_ in classes]
+    members = [
+        [index for index, value in enumerate(held) if first <= value <= last] for first, last, *_ in classes
+    ]
     c = next((c for c, member in enumerate(members) if member), len(classes) - 1)
     found, after = [], 0  # elements of class c from `after` on may be next
     for _ in range(changes):

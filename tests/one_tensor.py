@@ -17,7 +17,12 @@ def vector_of(key: int, bits_N: np.ndarray, start: int = 0) -> Vector:
 
 
 def add(
-    key: int, bits_N: np.ndarray, index_K: np.ndarray, step_K: np.ndarray, bounds: tuple[int, int], start: int = 0
+    key: int,
+    bits_N: np.ndarray,
+    index_K: np.ndarray,
+    step_K: np.ndarray,
+    bounds: tuple[int, int],
+    start: int = 0,
 ) -> tuple[int, bool]:
     """Add steps at positions in `bits_N`, whose first element has the index `start`; see `native.add`."""
     zero_T = np.array([bits_N.ctypes.data - start * bits_N.itemsize])
@@ -31,5 +36,7 @@ def compare(
 ) -> tuple[np.ndarray, np.ndarray, int, bool]:
     """Return positions, steps and what `add` returns. See `native.compare`."""
     row_RF = np.array([(0, start, old_N.size, old_N.ctypes.data, new_N.ctypes.data)], np.int64)
-    steps, gain_T, above_T = native.compare(row_RF, vector_of(key, old_N, start), np.array([bounds], np.uint64))
+    steps, gain_T, above_T = native.compare(
+        row_RF, vector_of(key, old_N, start), np.array([bounds], np.uint64)
+    )
     return *steps, int(gain_T[0]), bool(above_T[0])

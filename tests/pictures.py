@@ -1,4 +1,5 @@
-"""The dashboard's picture in README and docs, of a real channel of a tiny model; the replicas' heartbeats are made up.
+"""The dashboard's picture in README and docs, of a real channel of a tiny model; the replicas' heartbeats are
+made up.
 
 python -m tests.pictures docs/images/dashboard.png
 """
@@ -23,7 +24,8 @@ from tests.browser import browse
 
 LAYERS, VERSIONS, SHOWN = 12, 60, "s3://bucket/run"
 ERROR = (
-    f"{SHOWN}/parts/0000000042.000001-9f8e7d6c.0/000-00001.safetensors: the store answered 403 Forbidden. Check the "
+    f"{SHOWN}/parts/0000000042.000001-9f8e7d6c.0/000-00001.safetensors: the store answered 403 Forbidden. "
+    "Check the "
     "credentials, and that they may list the bucket and get, put and delete objects in it."
 )
 
@@ -33,7 +35,9 @@ def weights() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
     shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (180, 128)}
     shapes |= {
-        f"model.layers.{layer}.{part}.weight": (120, 128) for layer in range(LAYERS) for part in ("attn", "mlp", "up")
+        f"model.layers.{layer}.{part}.weight": (120, 128)
+        for layer in range(LAYERS)
+        for part in ("attn", "mlp", "up")
     }
     shapes |= {"model.norm.weight": (128,), "lm_head.weight": (180, 128)}
     return {name: torch.randn(shape, generator=random).to(torch.bfloat16) for name, shape in shapes.items()}
@@ -42,9 +46,13 @@ def weights() -> dict[str, torch.Tensor]:
 def step(model: dict[str, torch.Tensor], version: int, random: torch.Generator) -> None:
     """Change some elements of each tensor, some more than others."""
     for place, tensor in enumerate(model.values()):
-        share = 0.008 * (1.2 + math.sin(version / 9)) * (0.4 + 0.04 * place + 0.3 * math.sin(place + version / 6))
+        share = (
+            0.008 * (1.2 + math.sin(version / 9)) * (0.4 + 0.04 * place + 0.3 * math.sin(place + version / 6))
+        )
         mask = torch.rand(tensor.shape, generator=random) < max(share, 0.0002)
-        tensor.view(torch.int16).add_(mask * torch.randint(-2, 3, tensor.shape, generator=random, dtype=torch.int16))
+        tensor.view(torch.int16).add_(
+            mask * torch.randint(-2, 3, tensor.shape, generator=random, dtype=torch.int16)
+        )
 
 
 def main(out: Path) -> None:
@@ -55,7 +63,11 @@ def main(out: Path) -> None:
         observer = Observer(store, heat=VERSIONS)
 
         def beat(
-            name: str, version: int | None, state: str = "serving", error: str | None = None, age_s: float = 0.0
+            name: str,
+            version: int | None,
+            state: str = "serving",
+            error: str | None = None,
+            age_s: float = 0.0,
         ) -> None:
             told = Heartbeat(
                 replica_id=name,
@@ -71,7 +83,11 @@ def main(out: Path) -> None:
             for version in range(1, VERSIONS + 1):
                 publisher.publish(model.items(), step=4 * version).wait(60)
                 step(model, version, random)
-                for name, wait_s, last in (("gpu-east-0", 0.2, 60), ("gpu-east-1", 0.15, 59), ("gpu-west-0", 0.3, 55)):
+                for name, wait_s, last in (
+                    ("gpu-east-0", 0.2, 60),
+                    ("gpu-east-1", 0.15, 59),
+                    ("gpu-west-0", 0.3, 55),
+                ):
                     time.sleep(wait_s * (0.8 + 0.4 * torch.rand(1, generator=random).item()))
                     beat(name, min(version, last))
                     observer.refresh()

@@ -1,4 +1,6 @@
-"""Functions in processes of their own, forked from one that has imported everything, which takes a fraction of a second."""
+"""Functions in processes of their own, forked from one that has imported everything, which takes a fraction
+of a second.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from tests.waiting import wait_until
 PATIENCE_S = 300.0  # for what takes half a second: a busy machine is no failure
 PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload([__name__, "tests.kills.test_publisher"])
-# Whenever it starts a process, multiprocessing asks all others how they ended, and whoever asks second hears 255.
+# Whenever it starts a process, multiprocessing asks all others how they ended, and whoever asks second hears
+# 255.
 _asking = threading.Lock()
 
 
@@ -53,5 +56,7 @@ def living(pids: list[int]) -> list[int]:
 def wait_for_end(pids: list[int], timeout_s: float = 60.0) -> None:
     """Until none of them is living."""
     wait_until(
-        lambda: not living(pids), timeout_s, lambda: [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in living(pids)]
+        lambda: not living(pids),
+        timeout_s,
+        lambda: [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in living(pids)],
     )

@@ -20,7 +20,9 @@ ON_A_CPU = (
     *("--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--disable-cuda-graph"),
     *("--mem-fraction-static", "0.5", "--max-total-tokens", "8192", "--sleep-on-idle"),
 )
-"""What the literal command needs here beside the model: torch's own kernels instead of `sgl_kernel`, and little memory."""
+"""What the literal command needs here beside the model: torch's own kernels instead of `sgl_kernel`, and
+little memory.
+"""
 
 
 def missing() -> str | None:
@@ -40,7 +42,17 @@ def start(
     **environ: str,
 ) -> Child:
     """A server by the README's command. Without a channel it follows nothing."""
-    command = [PYTHON, "-m", "sglang.launch_server", "--model-path", checkpoint, "--port", str(port), *ON_A_CPU, *arguments]
+    command = [
+        PYTHON,
+        "-m",
+        "sglang.launch_server",
+        "--model-path",
+        checkpoint,
+        "--port",
+        str(port),
+        *ON_A_CPU,
+        *arguments,
+    ]
     settings = {
         "DELTASYNC_CHANNEL": channel or "",
         "DELTASYNC_POLL_INTERVAL_S": "0.05",

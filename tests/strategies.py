@@ -13,7 +13,18 @@ from deltasync.tensors.bits import tensor_of
 SPECIAL_BITS: dict[str, tuple[int, ...]] = {
     "bfloat16": (0x0000, 0x8000, 0x7F80, 0xFF80, 0x7FC0, 0xFFC1, 0x7F81, 0xFFFF, 0x0001, 0x807F, 0x7F7F),
     "float16": (0x0000, 0x8000, 0x7C00, 0xFC00, 0x7E00, 0xFE01, 0x7C01, 0xFFFF, 0x0001, 0x83FF, 0x7BFF),
-    "float32": (0, 1 << 31, 0x7F800000, 0xFF800000, 0x7FC00000, 0xFFC00001, 0x7F800001, 0xFFFFFFFF, 1, 0x807FFFFF),
+    "float32": (
+        0,
+        1 << 31,
+        0x7F800000,
+        0xFF800000,
+        0x7FC00000,
+        0xFFC00001,
+        0x7F800001,
+        0xFFFFFFFF,
+        1,
+        0x807FFFFF,
+    ),
     "float64": (0, 1 << 63, 0x7FF << 52, 0xFFF << 52, 0x7FF8 << 48, (0xFFF << 52) | 1, (1 << 64) - 1, 1),
     "float8_e4m3fn": (0x00, 0x80, 0x7F, 0xFF, 0x01, 0x87, 0x7E),
     "float8_e5m2": (0x00, 0x80, 0x7C, 0xFC, 0x7E, 0xFD, 0xFF, 0x01, 0x83, 0x7B),
@@ -42,7 +53,9 @@ seeds = st.integers(0, 2**32 - 1)
 
 @st.composite
 def bit_arrays(draw: st.DrawFn, dtype: str, size: int) -> np.ndarray:
-    """Any bit patterns of a dtype: random or constant ones, some of them replaced by special or drawn ones."""
+    """Any bit patterns of a dtype: random or constant ones, some of them replaced by special or drawn
+    ones.
+    """
     width_bytes = ITEM_BYTES[dtype]
     drawn = st.sampled_from(special_bits(dtype)) | st.integers(0, (1 << (8 * width_bytes)) - 1)
     if draw(st.booleans()):
@@ -73,16 +86,22 @@ def specs(draw: st.DrawFn, name: str = "w") -> TensorSpec:
 
 @st.composite
 def tensors(draw: st.DrawFn, spec: TensorSpec | None = None) -> torch.Tensor:
-    """A tensor of any layout: contiguous, transposed, every second element, or with an offset in its storage."""
+    """A tensor of any layout: contiguous, transposed, every second element, or with an offset in its
+    storage.
+    """
     spec = draw(specs()) if spec is None else spec
     tensor = tensor_of(draw(bit_arrays(spec.dtype, spec.element_count)), spec)
     layout = draw(st.sampled_from(["contiguous", "transposed", "strided", "offset"]))
     if layout == "contiguous" or not spec.shape:
         return tensor
     if layout == "transposed":
-        return _copied_into(torch.empty(spec.shape[::-1], dtype=tensor.dtype).permute(*range(len(spec.shape))[::-1]), tensor)
+        return _copied_into(
+            torch.empty(spec.shape[::-1], dtype=tensor.dtype).permute(*range(len(spec.shape))[::-1]), tensor
+        )
     if layout == "strided":
-        return _copied_into(torch.empty((*spec.shape[:-1], 2 * spec.shape[-1]), dtype=tensor.dtype)[..., ::2], tensor)
+        return _copied_into(
+            torch.empty((*spec.shape[:-1], 2 * spec.shape[-1]), dtype=tensor.dtype)[..., ::2], tensor
+        )
     return _copied_into(torch.empty((spec.shape[0] + 1, *spec.shape[1:]), dtype=tensor.dtype)[1:], tensor)
 
 
@@ -93,7 +112,9 @@ def _copied_into(view: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
 
 @st.composite
 def new_bits(draw: st.DrawFn, old_N: np.ndarray, dtype: str) -> np.ndarray:
-    """What `old_N` may become: unchanged, a few elements, a fraction or all of them, by small or arbitrary steps."""
+    """What `old_N` may become: unchanged, a few elements, a fraction or all of them, by small or arbitrary
+    steps.
+    """
     new_N = old_N.copy()
     if not old_N.size:
         return new_N
@@ -114,7 +135,9 @@ def new_bits(draw: st.DrawFn, old_N: np.ndarray, dtype: str) -> np.ndarray:
 
 
 @st.composite
-def bit_pairs(draw: st.DrawFn, dtype: str | None = None, max_size: int = 700) -> tuple[np.ndarray, np.ndarray]:
+def bit_pairs(
+    draw: st.DrawFn, dtype: str | None = None, max_size: int = 700
+) -> tuple[np.ndarray, np.ndarray]:
     """Old and new bit patterns of one flat tensor, any density of changes."""
     dtype = draw(dtypes) if dtype is None else dtype
     old_N = draw(bit_arrays(dtype, draw(st.integers(0, max_size))))
@@ -122,9 +145,14 @@ def bit_pairs(draw: st.DrawFn, dtype: str | None = None, max_size: int = 700) ->
 
 
 @st.composite
-def model_pairs(draw: st.DrawFn) -> tuple[dict[str, TensorSpec], dict[str, np.ndarray], dict[str, np.ndarray]]:
+def model_pairs(
+    draw: st.DrawFn,
+) -> tuple[dict[str, TensorSpec], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """Specs, old bits and new bits of a small model."""
-    table = {name: draw(specs(name)) for name in draw(st.sampled_from([["a"], ["a", "b"], ["b.weight", "a.weight", "c"]]))}
+    table = {
+        name: draw(specs(name))
+        for name in draw(st.sampled_from([["a"], ["a", "b"], ["b.weight", "a.weight", "c"]]))
+    }
     old = {name: draw(bit_arrays(spec.dtype, spec.element_count)) for name, spec in table.items()}
     new = {name: draw(new_bits(old[name], spec.dtype)) for name, spec in table.items()}
     return table, old, new

@@ -9,7 +9,9 @@ from deltasync.trainer.ranks import Ranks
 
 
 class Traffic:
-    """Counts what this rank says to the others within `publish`, and rank 0's answers, for the life of this process."""
+    """Counts what this rank says to the others within `publish`, and rank 0's answers, for the life of this
+    process.
+    """
 
     def __init__(self) -> None:
         self.moved_bytes = 0

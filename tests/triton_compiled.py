@@ -1,7 +1,9 @@
-"""Compile what production launches, for GPUs that are not there: a driver for Triton that loads and launches nothing.
+"""Compile what production launches, for GPUs that are not there: a driver for Triton that loads and launches
+nothing.
 
-The kernels' callers run as they are, on tensors of the host, so that each kernel is compiled for just the argument types,
-alignments and constants that it is launched with. What the tensors then hold is worth nothing.
+The kernels' callers run as they are, on tensors of the host, so that each kernel is compiled for just the
+argument types, alignments and constants that it is launched with. What the tensors then hold is worth
+nothing.
 """
 
 from __future__ import annotations
@@ -72,8 +74,15 @@ class _Driver:
 
 @contextlib.contextmanager
 def compiling(target: str, *modules: Any) -> Iterator[list[Compiled]]:
-    """Within the block kernels are compiled, and not launched; afterwards the list holds those of these modules."""
-    kernels = [value for module in modules for value in vars(module).values() if isinstance(value, triton.JITFunction)]
+    """Within the block kernels are compiled, and not launched; afterwards the list holds those of these
+    modules.
+    """
+    kernels = [
+        value
+        for module in modules
+        for value in vars(module).values()
+        if isinstance(value, triton.JITFunction)
+    ]
     before = driver._active
     driver.set_active(_Driver(TARGETS[target]))
     found: list[Compiled] = []
@@ -99,8 +108,12 @@ def _compiled(kernel: Any) -> Compiled:
         assert registers is not None and spilled is not None, listing
         return Compiled(kernel.name, int(registers[1]), int(spilled[1]) + int(spilled[2]), code)
     code = kernel.asm["amdgcn"]
-    counts = {name: int(value) for name, value in re.findall(r"\.((?:vgpr|sgpr)(?:_spill)?_count):\s+(\d+)", code)}
-    return Compiled(kernel.name, counts["vgpr_count"], counts["vgpr_spill_count"] + counts["sgpr_spill_count"], code)
+    counts = {
+        name: int(value) for name, value in re.findall(r"\.((?:vgpr|sgpr)(?:_spill)?_count):\s+(\d+)", code)
+    }
+    return Compiled(
+        kernel.name, counts["vgpr_count"], counts["vgpr_spill_count"] + counts["sgpr_spill_count"], code
+    )
 
 
 def _ptxas(code: str) -> str:
@@ -111,5 +124,12 @@ def _ptxas(code: str) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         source = Path(scratch) / "kernel.ptx"
         source.write_text(code)
-        command = [str(assembler), "-v", f"--gpu-name={architecture}", str(source), "-o", str(source.with_suffix(".cubin"))]
+        command = [
+            str(assembler),
+            "-v",
+            f"--gpu-name={architecture}",
+            str(source),
+            "-o",
+            str(source.with_suffix(".cubin")),
+        ]
         return subprocess.run(command, capture_output=True, text=True, check=True).stderr

@@ -1,7 +1,9 @@
-"""What a reader meets on the way of one version, out and in: `python -m tests.version_path [FILE ...]` prints it.
+"""What a reader meets on the way of one version, out and in: `python -m tests.version_path [FILE ...]` prints
+it.
 
-Traces one publish and one sync of a host replica in steady state, with all threads. Figures are of the functions that ran:
-their files, lines and tokens. Of files that are named, also how many of their lines stand in such functions.
+Traces one publish and one sync of a host replica in steady state, with all threads. Figures are of the
+functions that ran: their files, lines and tokens. Of files that are named, also how many of their lines stand
+in such functions.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ def _docstrings(tree: ast.AST) -> set[int]:
     return {
         line
         for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Expr)
+        and isinstance(node.value, ast.Constant)
+        and isinstance(node.value.value, str)
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
 
@@ -49,7 +53,9 @@ def tokens(text: str, lines: set[int] | None = None) -> int:
     """Count the tokens of a Python text, without comments and docstrings; those of some of its lines."""
     documented = _docstrings(ast.parse(text))
     return sum(
-        token.type not in _LAYOUT and token.start[0] not in documented and (lines is None or token.start[0] in lines)
+        token.type not in _LAYOUT
+        and token.start[0] not in documented
+        and (lines is None or token.start[0] in lines)
         for token in tokenize.generate_tokens(io.StringIO(text).readline)
     )
 
@@ -58,10 +64,14 @@ def tokens(text: str, lines: set[int] | None = None) -> int:
 def _spans(path: Path) -> Mapping[int, range]:
     """Return the lines of each function of a file, by the first of them, decorators included."""
     found = (
-        node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+        node
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
     )
     return {
-        min([node.lineno, *(each.lineno for each in node.decorator_list)]): range(node.lineno, (node.end_lineno or 0) + 1)
+        min([node.lineno, *(each.lineno for each in node.decorator_list)]): range(
+            node.lineno, (node.end_lineno or 0) + 1
+        )
         for node in found
     }
 
@@ -105,9 +115,13 @@ def _steps(model: Mapping[str, torch.Tensor]) -> Iterator[None]:
 
 
 def walked() -> tuple[Functions, Functions]:
-    """Return the functions that the fourth version passes on its way out, and into a replica that has the third."""
+    """Return the functions that the fourth version passes on its way out, and into a replica that has the
+    third.
+    """
     generator = torch.Generator().manual_seed(1)
-    model = {f"layers.{index}.weight": torch.randn(64, 64, generator=generator).bfloat16() for index in range(6)}
+    model = {
+        f"layers.{index}.weight": torch.randn(64, 64, generator=generator).bfloat16() for index in range(6)
+    }
     url, step = f"memory://{uuid.uuid4().hex}", _steps(model)
     with _Trace() as trace, Publisher(url, retention=Retention(compact_every=0)) as publisher:
         replica = Replica(url)
@@ -117,12 +131,17 @@ def walked() -> tuple[Functions, Functions]:
             next(step)
         out = trace.of(lambda: publisher.publish(model.items()).wait(60))
         into = trace.of(replica.sync)
-    assert all(torch.equal(replica.state_dict()[name].view(torch.int16), model[name].view(torch.int16)) for name in model)
+    assert all(
+        torch.equal(replica.state_dict()[name].view(torch.int16), model[name].view(torch.int16))
+        for name in model
+    )
     return out, into
 
 
 def figures(functions: Functions) -> dict[str, int]:
-    """Return how many files, lines of functions and tokens of them a reader meets, and how many lines these files have."""
+    """Return how many files, lines of functions and tokens of them a reader meets, and how many lines these
+    files have.
+    """
     lines = covered(functions)
     texts = {path: path.read_text() for path in lines}
     return {

@@ -28,7 +28,10 @@ def source_arguments(folder: str) -> Callable[[Use], Sequence[str] | None]:
 def main(folder: str, minor: str) -> int:
     """Say what is missing; 0 if nothing is."""
     wrong = compat.missing(compat.USES, minor, source_arguments(folder))
-    print("\n".join(f"changed: {use}" for use in wrong) or f"vLLM {minor}: all {len(compat.USES)} uses are there")
+    print(
+        "\n".join(f"changed: {use}" for use in wrong)
+        or f"vLLM {minor}: all {len(compat.USES)} uses are there"
+    )
     return 1 if wrong else 0
 
 

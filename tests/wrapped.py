@@ -1,7 +1,8 @@
-"""Tensors of wrapper subclasses, as quantized and float8 weights are: without memory of their own, at address 0.
+"""Tensors of wrapper subclasses, as quantized and float8 weights are: without memory of their own, at address
+0.
 
-They stand for torchao's, which the tests do not install: `Scaled` for int8 and NF4 weights, `Forwarding` for the float8
-weights of FSDP2, and the others for classes that tell their values in one way only, or not at all.
+They stand for torchao's, which the tests do not install: `Scaled` for int8 and NF4 weights, `Forwarding` for
+the float8 weights of FSDP2, and the others for classes that tell their values in one way only, or not at all.
 """
 
 from __future__ import annotations

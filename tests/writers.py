@@ -1,4 +1,5 @@
-"""Writers of a channel for tests of the protocol: small records, stores that misbehave, and a journal of every key.
+"""Writers of a channel for tests of the protocol: small records, stores that misbehave, and a journal of
+every key.
 
 A plugin of pytest: tests/conftest.py names it.
 """
@@ -15,7 +16,16 @@ import pytest
 
 from deltasync import open_store
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Channel, Delta, Head, Record, VersionId, sha256_hex, table_sha256
+from deltasync.channel.documents import (
+    Anchor,
+    Channel,
+    Delta,
+    Head,
+    Record,
+    VersionId,
+    sha256_hex,
+    table_sha256,
+)
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
@@ -50,13 +60,21 @@ class Journal:
             self._held.setdefault(key, set()).add(sha256_hex(data))
 
     def forget(self, key: str) -> None:
-        """Whatever the key held does not count: it was deleted, or damaged, or a restored store does not know it."""
+        """Whatever the key held does not count: it was deleted, or damaged, or a restored store does not know
+        it.
+        """
         with self._lock:
             self._held.pop(key, None)
 
     def check(self, store: Store) -> None:
-        """No key but head ever had two contents, or was sent two by one writer; what is there is what was put there."""
-        fixed = {key: found for key, found in self._held.items() if key != keys.HEAD and not key.startswith("probe/")}
+        """No key but head ever had two contents, or was sent two by one writer; what is there is what was put
+        there.
+        """
+        fixed = {
+            key: found
+            for key, found in self._held.items()
+            if key != keys.HEAD and not key.startswith("probe/")
+        }
         assert {key: found for key, found in fixed.items() if len(found) > 1} == {}
         sent = {pair: found for pair, found in self._sent.items() if pair[1] in fixed}
         assert {pair: found for pair, found in sent.items() if len(found) > 1} == {}
@@ -66,7 +84,8 @@ class Journal:
 
 
 class WriterStore(FaultyStore):
-    """One writer's way to a store, with faults. Calls named `put` are held and fail after the guard has looked.
+    """One writer's way to a store, with faults. Calls named `put` are held and fail after the guard has
+    looked.
 
     Args:
         inner: The store.
@@ -123,7 +142,9 @@ class Script:
         signer: Signer | None = None,
         tensors: dict[str, tuple[str, tuple[int, ...]]] = TENSORS,
     ) -> None:
-        self.reader = ChannelReader(RetryStore(store, retries, 0.0), None if signer is None else signer.trusted)
+        self.reader = ChannelReader(
+            RetryStore(store, retries, 0.0), None if signer is None else signer.trusted
+        )
         settings = PublisherSettings()
         self.log: Log = open_channel(self.reader, settings, resume, signer, lease)
         self.channel, self.tip = self.log.channel, self.log.tip
@@ -160,7 +181,9 @@ class Script:
             self.create()
         version, full = log.next_version, self._full
         folder = (keys.anchor_folder if full else keys.parts_folder)(version, log.epoch, log.attempt(version))
-        file = log.put_file(folder, "model.safetensors" if full else keys.part(0, 1), f"{log.epoch} {said}".encode())
+        file = log.put_file(
+            folder, "model.safetensors" if full else keys.part(0, 1), f"{log.epoch} {said}".encode()
+        )
         found = log.append(
             Record(
                 run_id=log.run_id,
@@ -181,7 +204,9 @@ class Script:
 
 
 def history(store: Store) -> list[VersionId]:
-    """All versions that lead to the newest one, oldest first, as a new reader finds them; their files have their digests."""
+    """All versions that lead to the newest one, oldest first, as a new reader finds them; their files have
+    their digests.
+    """
     reader = ChannelReader(store)
     found = list(reader.versions())[::-1]
     for version in found:
@@ -235,7 +260,9 @@ class Place:
 
 def place_of(kind: str, request: pytest.FixtureRequest, tmp_path: Path) -> Place:
     if kind == "s3":
-        return Place(open_store(request.getfixturevalue("s3_server").url(request.getfixturevalue("s3_bucket"))), True)
+        return Place(
+            open_store(request.getfixturevalue("s3_server").url(request.getfixturevalue("s3_bucket"))), True
+        )
     if kind == "hub":
         return Place(request.getfixturevalue("hub_channel"), False, fixtures.LEASE)
     url = f"file://{tmp_path}/channel" if kind == "file" else request.getfixturevalue("memory_url")

@@ -1,4 +1,6 @@
-"""PEFT models: publish the adapter alone, as `save_pretrained` writes it, or merge it into copies of the adapted layers."""
+"""PEFT models: publish the adapter alone, as `save_pretrained` writes it, or merge it into copies of the
+adapted layers.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,14 @@ _AROUND_BASE = re.compile(r"\.((token_adapter\.)?base_layer|original_module)\b")
 
 
 def check(model: torch.nn.Module) -> None:
-    """Check that the model has exactly one active adapter, publishable without the base model (else ConfigError)."""
+    """Check that the model has exactly one active adapter, publishable without the base model (else
+    ConfigError).
+    """
     peft_model: Any = unwrapped(model)
     if not hasattr(peft_model, "get_base_model"):
         raise ConfigError(
-            f"adapter_only=True needs a PEFT model, and {type(peft_model).__name__} is none: make it one with "
+            f"adapter_only=True needs a PEFT model, and {type(peft_model).__name__} is none: make it one "
+            "with "
             "peft.get_peft_model, or leave adapter_only out."
         )
     if len(peft_model.active_adapters) != 1:
@@ -41,15 +46,21 @@ def check(model: torch.nn.Module) -> None:
     for name, param in peft_model.named_parameters():
         if param.requires_grad and param.numel() and id(param) not in known:
             raise ConfigError(
-                f"adapter_only=True publishes the adapter alone, but {name} is trained and not part of it. Freeze it, or "
+                f"adapter_only=True publishes the adapter alone, but {name} is trained and not part of it. "
+                "Freeze it, or "
                 "leave adapter_only out."
             )
 
 
 def check_merges(model: torch.nn.Module) -> None:
-    """Check that the adapters can be merged into what is trained; a layer that is tied to another cannot (ConfigError)."""
+    """Check that the adapters can be merged into what is trained; a layer that is tied to another cannot
+    (ConfigError).
+    """
     peft_model: Any = unwrapped(model)
-    modules, layers = dict(peft_model.get_base_model().named_modules()), _adapted_layers(peft_model.get_base_model())
+    modules, layers = (
+        dict(peft_model.get_base_model().named_modules()),
+        _adapted_layers(peft_model.get_base_model()),
+    )
     adapted = {
         id(module.base_layer.weight): name
         for name, module in modules.items()
@@ -59,7 +70,8 @@ def check_merges(model: torch.nn.Module) -> None:
         one = adapted.get(id(getattr(module, "weight", None)))
         if one is not None and name not in layers and _layer_of(name, layers) is None:
             raise ConfigError(
-                f"The adapter of {one} would be merged into weights that {name} shares, so the merged weights would differ "
+                f"The adapter of {one} would be merged into weights that {name} shares, so the merged "
+                "weights would differ "
                 "from the trained ones. Adapt neither, or untie the embeddings (tie_word_embeddings=False)."
             )
     kinds, wrapped = {}, {}
@@ -76,7 +88,10 @@ def check_merges(model: torch.nn.Module) -> None:
             merged(model)
         unmerged = [name for name, layer in wrapped.values() if not _merge_shows(layer, peft_model)]
     except Exception as error:
-        methods = {str(getattr(config.peft_type, "value", config.peft_type)) for config in peft_model.peft_config.values()}
+        methods = {
+            str(getattr(config.peft_type, "value", config.peft_type))
+            for config in peft_model.peft_config.values()
+        }
         raise ConfigError(
             "A model with adapters is published as its merged weights, and PEFT cannot merge these "
             f"({', '.join(sorted(methods))}): {type(error).__name__}: {error}"
@@ -84,8 +99,10 @@ def check_merges(model: torch.nn.Module) -> None:
 
     for name in unmerged:
         raise ConfigError(
-            f"A model with adapters is published as its merged weights, and what PEFT merges into {name}.weight, a "
-            f"{type(_weight(layers[name])).__name__}, is lost. Load the base unquantized, or publish with adapter_only=True."
+            "A model with adapters is published as its merged weights, and what PEFT merges into "
+            f"{name}.weight, a "
+            f"{type(_weight(layers[name])).__name__}, is lost. Load the base unquantized, or publish with "
+            "adapter_only=True."
         )
 
 
@@ -94,7 +111,9 @@ def _weight(layer: Any) -> Any:
 
 
 def _merge_shows(layer: Any, peft_model: Any) -> bool:
-    """Whether other adapters would merge to other weights. PEFT adds in place, for which a wrapper subclass may be deaf."""
+    """Whether other adapters would merge to other weights. PEFT adds in place, for which a wrapper subclass
+    may be deaf.
+    """
     other = _copy_sharing_others(layer, [layer], peft_model)
     for name, param in other.named_parameters():
         if not name.startswith("base_layer."):
@@ -104,10 +123,11 @@ def _merge_shows(layer: Any, peft_model: Any) -> bool:
 
 
 def tensors(model: torch.nn.Module, keep_params: bool = False) -> dict[str, torch.Tensor]:
-    """Return the active adapter's tensors by their names in `adapter_model.safetensors`; they alias the live weights.
+    """Return the active adapter's tensors by their names in `adapter_model.safetensors`; they alias the live
+    weights.
 
-    They equal those of `save_pretrained(..., save_embedding_layers=False)`, which sends no request to the Hub. With
-    `keep_params` parameters are themselves, not detached.
+    They equal those of `save_pretrained(..., save_embedding_layers=False)`, which sends no request to the
+    Hub. With `keep_params` parameters are themselves, not detached.
     """
     from peft import get_peft_model_state_dict
 
@@ -133,13 +153,17 @@ def files(model: torch.nn.Module) -> dict[str, bytes]:
     """Return `{"adapter_config.json": bytes}` of the active adapter."""
     peft_model: Any = unwrapped(model)
     with tempfile.TemporaryDirectory() as folder:
-        peft_model.save_pretrained(folder, selected_adapters=peft_model.active_adapters, save_embedding_layers=False)
+        peft_model.save_pretrained(
+            folder, selected_adapters=peft_model.active_adapters, save_embedding_layers=False
+        )
         (path,) = Path(folder).rglob("adapter_config.json")
         return {path.name: path.read_bytes()}
 
 
 def base_of(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the base model of a PEFT model, with its layers still adapted; another model without its wrappers."""
+    """Return the base model of a PEFT model, with its layers still adapted; another model without its
+    wrappers.
+    """
     found: Any = unwrapped(model)
     return unwrapped(found.get_base_model()) if hasattr(found, "get_base_model") else found
 
@@ -158,19 +182,25 @@ def base_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def unloaded(model: torch.nn.Module) -> Any:
-    """Return a base model without adapters that shares all weights with the live model, which is not changed."""
+    """Return a base model without adapters that shares all weights with the live model, which is not
+    changed.
+    """
     peft_model: Any = unwrapped(model)
     weights = itertools.chain(peft_model.parameters(), peft_model.buffers())
     return copy.deepcopy(peft_model, {id(weight): weight for weight in weights}).unload()
 
 
 def merges_by_layers(model: torch.nn.Module) -> bool:
-    """Whether `merged_by_layers` can merge this model: PEFT merges each layer alone, and adapted layers share nothing."""
+    """Whether `merged_by_layers` can merge this model: PEFT merges each layer alone, and adapted layers share
+    nothing.
+    """
     from peft.tuners.tuners_utils import BaseTuner
 
     peft_model: Any = unwrapped(model)
     method = getattr(type(peft_model.base_model), "_unload_and_optionally_merge", None)
-    uses = collections.Counter(id(param) for module in peft_model.modules() for param in module.parameters(recurse=False))
+    uses = collections.Counter(
+        id(param) for module in peft_model.modules() for param in module.parameters(recurse=False)
+    )
     layers = _adapted_layers(peft_model.get_base_model()).values()
     return (
         method is BaseTuner._unload_and_optionally_merge
@@ -180,10 +210,11 @@ def merges_by_layers(model: torch.nn.Module) -> bool:
 
 
 def merged_by_layers(model: torch.nn.Module, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the base model's tensors with its adapters merged. PEFT merges into a copy of one layer at a time.
+    """Yield the base model's tensors with its adapters merged. PEFT merges into a copy of one layer at a
+    time.
 
-    The live layers are not changed; merging and unmerging them would change their bits. Tensors that are not adapted alias
-    the live model. `names` are the tensors of `unloaded(model)`, grouped by layer.
+    The live layers are not changed; merging and unmerging them would change their bits. Tensors that are not
+    adapted alias the live model. `names` are the tensors of `unloaded(model)`, grouped by layer.
     """
     peft_model: Any = unwrapped(model)
     base: Any = peft_model.get_base_model()
@@ -234,6 +265,10 @@ def _merged_layer(layer: Any, peft_model: Any) -> Any:
 
 
 def _copy_sharing_others(module: Any, copied: Iterable[Any], peft_model: Any) -> Any:
-    """Return a deep copy of a module that shares all parameters of the PEFT model except those of the `copied` layers."""
+    """Return a deep copy of a module that shares all parameters of the PEFT model except those of the
+    `copied` layers.
+    """
     own = {id(param) for layer in copied for param in layer.parameters()}
-    return copy.deepcopy(module, {id(param): param for param in peft_model.parameters() if id(param) not in own})
+    return copy.deepcopy(
+        module, {id(param): param for param in peft_model.parameters() if id(param) not in own}
+    )

@@ -24,8 +24,9 @@ from trl_callback.weight_transfer import DeltaWeightTransfer
 logger = logging.getLogger(__name__)
 
 _STATE = "deltasync"
-"""Key in the trainer state's `stateful_callbacks` under which the run is saved. transformers' `ExportableState` is not used:
-with it, a checkpoint from before the callback was added cannot be resumed, and restoring a callback makes a second one."""
+"""Key in the trainer state's `stateful_callbacks` under which the run is saved. transformers'
+`ExportableState` is not used: with it, a checkpoint from before the callback was added cannot be resumed, and
+restoring a callback makes a second one."""
 
 
 _STOPPING = ("on_substep_end", "on_step_end", "on_epoch_end", "on_log", "on_evaluate", "on_save")
@@ -33,33 +34,36 @@ _STOPPING = ("on_substep_end", "on_step_end", "on_epoch_end", "on_log", "on_eval
 
 
 class DeltaSyncCallback(TrainerCallback):
-    """A [`~transformers.TrainerCallback`] that publishes the weights to a deltasync channel, as the bits that changed.
+    """A [`~transformers.TrainerCallback`] that publishes the weights to a deltasync channel, as the bits that
+    changed.
 
     Pass it in the `callbacks` of the trainer's constructor. Its behaviour depends on the trainer:
 
-    - `AsyncGRPOTrainer`, `AsyncDistillationTrainer`: the callback replaces the NCCL transfer. TRL decides when weights are
-      synced, and continues while replicas serve a version at most `max_behind` behind. `AsyncGRPOTrainer` stamps samples
-      with the version of their oldest trained token, `AsyncDistillationTrainer` with the served version.
-    - `GRPOTrainer`, `RLOOTrainer` and others with `vllm_mode="server"`: the callback publishes the weights when TRL pushes
-      them to the server, and training continues once the replicas serve them. Neither side needs CUDA, and the trainer
-      needs no vLLM.
-    - Any other trainer: the callback publishes the initial weights, those after every `publish_steps` optimizer steps, and
-      the final ones. It does not wait for replicas, and waits for uploads only at the end of training. During an upload,
-      newer weights merge into the queued version.
+    - `AsyncGRPOTrainer`, `AsyncDistillationTrainer`: the callback replaces the NCCL transfer. TRL decides
+      when weights are synced, and continues while replicas serve a version at most `max_behind` behind.
+      `AsyncGRPOTrainer` stamps samples with the version of their oldest trained token,
+      `AsyncDistillationTrainer` with the served version.
+    - `GRPOTrainer`, `RLOOTrainer` and others with `vllm_mode="server"`: the callback publishes the weights
+      when TRL pushes them to the server, and training continues once the replicas serve them. Neither side
+      needs CUDA, and the trainer needs no vLLM.
+    - Any other trainer: the callback publishes the initial weights, those after every `publish_steps`
+      optimizer steps, and the final ones. It does not wait for replicas, and waits for uploads only at the
+      end of training. During an upload, newer weights merge into the queued version.
 
-    Before training, the callback refuses a trainer that would sync its weights in another way. It also refuses a trainer
-    that compares the server's log probabilities with its own, unless the server says that they belong to the distribution
-    sampled from.
+    Before training, the callback refuses a trainer that would sync its weights in another way. It also
+    refuses a trainer that compares the server's log probabilities with its own, unless the server says that
+    they belong to the distribution sampled from.
 
-    A PEFT model is published as its merged weights, or with `adapter_only` as its adapter. If FSDP2 or DeepSpeed's ZeRO-3
-    shards the model, each process publishes its own shards without a gather; FSDP1 is refused. A trainer that resumes from a
-    checkpoint continues the run that it wrote, and one that starts again in the same `output_dir` the run that it began. Any
-    other used channel is refused unless `resume` is set. A trainer that resumes with other weights than the channel has of
-    that step publishes nothing. The trainer's logs show published and served versions under `delta_sync/`.
+    A PEFT model is published as its merged weights, or with `adapter_only` as its adapter. If FSDP2 or
+    DeepSpeed's ZeRO-3 shards the model, each process publishes its own shards without a gather; FSDP1 is
+    refused. A trainer that resumes from a checkpoint continues the run that it wrote, and one that starts
+    again in the same `output_dir` the run that it began. Any other used channel is refused unless `resume` is
+    set. A trainer that resumes with other weights than the channel has of that step publishes nothing. The
+    trainer's logs show published and served versions under `delta_sync/`.
 
-    A schedule-free optimizer has two sets of weights. Versions hold those that gradients are computed with; once training is
-    to stop, however that was decided, the callback calls the optimizer's `eval()`, so that the final version and later saves
-    hold the average. After an exception there is no final version.
+    A schedule-free optimizer has two sets of weights. Versions hold those that gradients are computed with;
+    once training is to stop, however that was decided, the callback calls the optimizer's `eval()`, so that
+    the final version and later saves hold the average. After an exception there is no final version.
 
     A pickled callback has its settings only: unpickled, it is a new one, which has published nothing.
 
@@ -85,10 +89,12 @@ class DeltaSyncCallback(TrainerCallback):
         config = channel if isinstance(channel, DeltaSyncConfig) else DeltaSyncConfig(channel)
         self.config = dataclasses.replace(config, **settings)
         self._transfer = DeltaWeightTransfer(self.config)
-        self._publishes = True  # whether the callback decides when to publish, rather than TRL; known once training starts
+        # whether the callback decides when to publish, rather than TRL; known once training starts
+        self._publishes = True
         self._restore: Callable[[], None] | None = None
         self._prefix = "delta_sync/"
-        # Before all other callbacks, so that they see the metrics, and after them, because they may change the weights.
+        # Before all other callbacks, so that they see the metrics, and after them, because they may change
+        # the weights.
         self._before, self._after = TrainerCallback(), TrainerCallback()
         self._before.on_log = self._add_metrics
         for event in _STOPPING:
@@ -130,9 +136,11 @@ class DeltaSyncCallback(TrainerCallback):
             self._restore = compat.replace_transfer(self._transfer)
         gather.check_form_of(model, self.config.adapter_only)
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
-        """Bind model and run before TRL opens the transfer, and publish the initial weights. If one process fails, all
-        do.
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Bind model and run before TRL opens the transfer, and publish the initial weights. If one process
+        fails, all do.
         """
         together = gather.is_sharded(model)
 
@@ -152,7 +160,8 @@ class DeltaSyncCallback(TrainerCallback):
     def _prepare(self, args: Any, state: TrainerState, model: Any, more: dict[str, Any]) -> None:
         if state.is_hyper_param_search:
             raise ConfigError(
-                "A hyperparameter search trains several models, but a channel is one run. Search without the callback "
+                "A hyperparameter search trains several models, but a channel is one run. Search without the "
+                "callback "
                 "(trainer.remove_callback(DeltaSyncCallback)), and give it to the trainer of the best model."
             )
         self._adapter = self._problem = None
@@ -162,8 +171,10 @@ class DeltaSyncCallback(TrainerCallback):
         transfer.step = state.global_step
         if state.is_world_process_zero and (average := compat.averages(more.get("optimizer"))) is not None:
             logger.warning(
-                "%s has two sets of weights. Versions hold those that gradients are computed with, as do checkpoints of "
-                "steps without an evaluation. After the last step its eval() is called: the final version, and what is "
+                "%s has two sets of weights. Versions hold those that gradients are computed with, as do "
+                "checkpoints of "
+                "steps without an evaluation. After the last step its eval() is called: the final version, "
+                "and what is "
                 "saved then, hold the average.",
                 type(average).__name__,
             )
@@ -173,10 +184,16 @@ class DeltaSyncCallback(TrainerCallback):
         transfer.run_ids |= {*state.stateful_callbacks.get(_STATE, {}).get("run_ids", [])}
         self._check_replaced(args, state.is_world_process_zero, model)
         if not self._publishes and number > 1:
-            raise ConfigError("This trainer decides when to sync and supports only one DeltaSyncCallback. Give it one.")
-        if not compat.follow_tokens(transfer.ages, more.get("train_dataloader")) and self.config.max_token_lag is not None:
             raise ConfigError(
-                "max_token_lag needs AsyncGRPOTrainer with TRL's own rollout worker, which reads tokens' versions from "
+                "This trainer decides when to sync and supports only one DeltaSyncCallback. Give it one."
+            )
+        if (
+            not compat.follow_tokens(transfer.ages, more.get("train_dataloader"))
+            and self.config.max_token_lag is not None
+        ):
+            raise ConfigError(
+                "max_token_lag needs AsyncGRPOTrainer with TRL's own rollout worker, which reads tokens' "
+                "versions from "
                 f"replies, in TRL {compat.WITH_TOKEN_VERSIONS}. This trainer cannot bound them; leave it out."
             )
         gather.check_form_of(model, self.config.adapter_only)
@@ -187,8 +204,12 @@ class DeltaSyncCallback(TrainerCallback):
         if not self._publishes:
             compat.replace_stream(transfer.publish_shards if gather.is_sharded(model) else lambda: None)
 
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any) -> None:
-        """Publish every `publish_steps` steps if the store keeps up, and always the last step. TRL's own sync runs later."""
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: TrainerControl, model: Any = None, **kwargs: Any
+    ) -> None:
+        """Publish every `publish_steps` steps if the store keeps up, and always the last step. TRL's own sync
+        runs later.
+        """
         transfer = self._transfer
         transfer.step = state.global_step
         if transfer.publisher is None:
@@ -202,7 +223,9 @@ class DeltaSyncCallback(TrainerCallback):
             known = state.stateful_callbacks.setdefault(_STATE, {}).setdefault("run_ids", [])
             known += [] if transfer.publisher.run_id in known else [transfer.publisher.run_id]
 
-    def _add_metrics(self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any) -> None:
+    def _add_metrics(
+        self, args: Any, state: TrainerState, control: Any, logs: Any = None, **kwargs: Any
+    ) -> None:
         # Logs without a loss are results of `evaluate` and `train`, which choose the best model.
         if logs is not None and "loss" in logs and state.is_world_process_zero:
             found = self._transfer.metrics().items()
@@ -211,9 +234,12 @@ class DeltaSyncCallback(TrainerCallback):
             if state.log_history:
                 state.log_history[-1].update(metrics)
 
-    def _average(self, args: Any, state: Any, control: TrainerControl, optimizer: Any = None, **kwargs: Any) -> None:
+    def _average(
+        self, args: Any, state: Any, control: TrainerControl, optimizer: Any = None, **kwargs: Any
+    ) -> None:
         """Once the training is to stop, switch the optimizer to the average, if it has one."""
-        # Not at the end: the best model may be loaded by then, which is an average that the optimizer must not move.
+        # Not at the end: the best model may be loaded by then, which is an average that the optimizer must
+        # not move.
         if control.should_training_stop and (average := compat.averages(optimizer)) is not None:
             average.eval()
 
@@ -228,13 +254,16 @@ class DeltaSyncCallback(TrainerCallback):
         self._publish(model, if_changed=transfer.published_step == state.global_step, is_last=True)
         transfer.flush()
         if self._problem is not None:
-            logger.error("The last published weights are those of step %s. %s", transfer.published_step, self._problem)
+            logger.error(
+                "The last published weights are those of step %s. %s", transfer.published_step, self._problem
+            )
 
     def finish(self) -> None:
         """Say at the end of the process that a training which has not ended has published no average."""
         if self._averaging is not None:
             logger.warning(
-                "Training did not come to its end, so the newest version holds the weights of step %s that gradients are "
+                "Training did not come to its end, so the newest version holds the weights of step %s that "
+                "gradients are "
                 "computed with, and not the average of %s.",
                 *(self._transfer.published_step, self._averaging),
             )
@@ -243,7 +272,8 @@ class DeltaSyncCallback(TrainerCallback):
     def _check_merged(self) -> None:
         if self.config.adapter_only:
             raise ConfigError(
-                "adapter_only=True does not work with this trainer, which streams merged weights. Leave adapter_only out."
+                "adapter_only=True does not work with this trainer, which streams merged weights. Leave "
+                "adapter_only out."
             )
 
     def _replace_client(self, args: Any, model: Any) -> None:
@@ -267,7 +297,9 @@ class DeltaSyncCallback(TrainerCallback):
         self._restore = compat.replace_client(functools.partial(client_class, self._transfer, check))
 
     def _check_replaced(self, args: Any, is_main: bool, model: Any) -> None:
-        """Decide whether the callback or TRL starts publishing, and check that TRL sends the weights nowhere else."""
+        """Decide whether the callback or TRL starts publishing, and check that TRL sends the weights nowhere
+        else.
+        """
         transfer = self._transfer
         if self._restore is not None:
             self._restore()
@@ -275,12 +307,14 @@ class DeltaSyncCallback(TrainerCallback):
         self._publishes = not (on_server or streams)
         if on_server and self._restore is None:
             raise ConfigError(
-                "This trainer pushes its weights to its vLLM server, because it was made without DeltaSyncCallback. Give "
+                "This trainer pushes its weights to its vLLM server, because it was made without "
+                "DeltaSyncCallback. Give "
                 "the callback to its constructor: callbacks=[DeltaSyncCallback(url)]."
             )
         if on_server and is_main and transfer.server_url is None:
             raise ConfigError(
-                "This trainer has its own client for its vLLM server, which DeltaSyncCallback cannot replace. Use "
+                "This trainer has its own client for its vLLM server, which DeltaSyncCallback cannot "
+                "replace. Use "
                 "GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer."
             )
         if streams:
@@ -323,8 +357,14 @@ class DeltaSyncCallback(TrainerCallback):
             logger.error("Publishing has ended; training goes on: %s", error)
 
     def _check_own_form(self, model: Any, *, is_last: bool) -> None:
-        """Check once training has moved the weights, and at the end, that a model's own way to save it still saves these."""
-        if self._own_form is not None and self._transfer.published_step is not None and (is_last or not self._was_trained):
+        """Check once training has moved the weights, and at the end, that a model's own way to save it still
+        saves these.
+        """
+        if (
+            self._own_form is not None
+            and self._transfer.published_step is not None
+            and (is_last or not self._was_trained)
+        ):
             self._was_trained = True
             self._own_form.check(model)
 
@@ -333,7 +373,8 @@ class DeltaSyncCallback(TrainerCallback):
         found = adapter.identity(model)
         if self._adapter is not None and found != self._adapter:
             raise ConfigError(
-                f"The channel holds the adapter {self._adapter[0]}, but now {found[0]} is active, or its configuration has "
+                f"The channel holds the adapter {self._adapter[0]}, but now {found[0]} is active, or its "
+                "configuration has "
                 "changed. Publish it to another channel."
             )
         self._adapter = found
@@ -342,8 +383,8 @@ class DeltaSyncCallback(TrainerCallback):
 def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object], base: type) -> type:
     """Return a subclass of `base`, TRL's `VLLMClient`, that publishes the weights with `transfer`.
 
-    Trainer and server form no process group and need no CUDA. `check` is called with the server's URL once it is up, and
-    raises if its answers cannot be used for training.
+    Trainer and server form no process group and need no CUDA. `check` is called with the server's URL once it
+    is up, and raises if its answers cannot be used for training.
     """
 
     class DeltaSyncClient(base):
@@ -369,7 +410,9 @@ def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object], 
             """Do nothing: a replica resets its caches when it commits a version."""
 
         def get_server_info(self) -> dict[str, Any]:
-            """Return the mode of log probabilities, which `check` has verified to be equivalent to processed ones."""
+            """Return the mode of log probabilities, which `check` has verified to be equivalent to processed
+            ones.
+            """
             return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
     return DeltaSyncClient

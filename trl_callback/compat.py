@@ -46,9 +46,12 @@ def check_colocated(args: Any) -> None:
 def streams_weights(args: Any) -> bool:
     """Whether the running trainer syncs its weights with a `weight_transfer`, in any process.
 
-    AsyncGRPO and AsyncDistillation do, and are recognised by their arguments before the transfer is built; others may.
+    AsyncGRPO and AsyncDistillation do, and are recognised by their arguments before the transfer is built;
+    others may.
     """
-    return any(name.startswith("Async") for name in _names_in_trl(args)) or hasattr(running_trainer(), "weight_transfer")
+    return any(name.startswith("Async") for name in _names_in_trl(args)) or hasattr(
+        running_trainer(), "weight_transfer"
+    )
 
 
 def compares_logprobs(args: Any) -> bool:
@@ -56,24 +59,31 @@ def compares_logprobs(args: Any) -> bool:
 
     AsyncGRPO always does, and GRPO unless told not to. RLOO and AsyncDistillation use none of the server's.
     """
-    return "AsyncGRPOConfig" in _names_in_trl(args) or bool(getattr(args, "vllm_importance_sampling_correction", False))
+    return "AsyncGRPOConfig" in _names_in_trl(args) or bool(
+        getattr(args, "vllm_importance_sampling_correction", False)
+    )
 
 
 def replace_transfer(transfer: Any) -> Callable[[], None]:
-    """Make the trainer whose constructor is running sync its weights with `transfer`. Call it from `on_init_end`.
+    """Make the trainer whose constructor is running sync its weights with `transfer`. Call it from
+    `on_init_end`.
 
-    All processes call it. Without a `weight_transfer` argument, TRL builds a `WeightTransferClient` between `on_init_end`
-    and the end of the constructor. For a PEFT model, TRL first asks the server whether to send the adapter alone; here the
-    answer is no, as with a `weight_transfer` argument. Returns a function that undoes the replacement if TRL built none.
+    All processes call it. Without a `weight_transfer` argument, TRL builds a `WeightTransferClient` between
+    `on_init_end` and the end of the constructor. For a PEFT model, TRL first asks the server whether to send
+    the adapter alone; here the answer is no, as with a `weight_transfer` argument. Returns a function that
+    undoes the replacement if TRL built none.
     """
     import trl
 
     trainer: Any = running_trainer()
-    bases = (base for base in _in_trl(trainer) if "weight_transfer" in _parameters(vars(base).get("__init__")))
+    bases = (
+        base for base in _in_trl(trainer) if "weight_transfer" in _parameters(vars(base).get("__init__"))
+    )
     module: Any = next((sys.modules[base.__module__] for base in bases), None)
     if not hasattr(module, "WeightTransferClient"):
         raise ConfigError(
-            f"{type(trainer).__name__} of TRL {trl.__version__} has no weight transfer that DeltaSyncCallback could "
+            f"{type(trainer).__name__} of TRL {trl.__version__} has no weight transfer that "
+            "DeltaSyncCallback could "
             f"replace. Install TRL {WITH_WEIGHT_TRANSFER}."
         )
 
@@ -88,14 +98,17 @@ def replace_transfer(transfer: Any) -> Callable[[], None]:
 
 
 def check_transfer(transfer: Any, is_main: bool) -> None:
-    """Check that the running trainer syncs its weights only with `transfer`, and nothing was added later (ConfigError)."""
+    """Check that the running trainer syncs its weights only with `transfer`, and nothing was added later
+    (ConfigError).
+    """
     trainer: Any = running_trainer()
     found = getattr(trainer, "weight_transfer", None)
     sends_adapter = getattr(trainer, "_lora_sync", False)
     if sends_adapter or found is not (transfer if is_main else None):
         other = "adapters that the server loads" if sends_adapter else type(found).__name__
         raise ConfigError(
-            f"{type(trainer).__name__} syncs its weights with {other} instead of the channel. Give the callback to the "
+            f"{type(trainer).__name__} syncs its weights with {other} instead of the channel. Give the "
+            "callback to the "
             "trainer's constructor, callbacks=[DeltaSyncCallback(url)], and no other weight_transfer."
         )
 
@@ -103,8 +116,9 @@ def check_transfer(transfer: Any, is_main: bool) -> None:
 def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> None:
     """Change the version that the running trainer reports to its rollout worker.
 
-    TRL counts a version when the transfer returns, and reports it to its rollout worker, which stamps samples with it.
-    Instead, `update` is called with that version and the function that reports a version to the worker.
+    TRL counts a version when the transfer returns, and reports it to its rollout worker, which stamps samples
+    with it. Instead, `update` is called with that version and the function that reports a version to the
+    worker.
     """
     worker: Any = getattr(running_trainer(), "rollout_worker", None)
     if worker is None:
@@ -119,9 +133,9 @@ def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> Non
 def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
     """Attach the versions of tokens to the running trainer's samples, and pass the samples to `ages`.
 
-    Call it in all processes when training begins, before the rollout worker starts. It is for AsyncGRPO. Returns whether
-    samples carry versions: not with a rollout worker that is not TRL's, nor in TRL before 1.11. In AsyncGRPO's processes
-    without samples, all but the main one, it returns True.
+    Call it in all processes when training begins, before the rollout worker starts. It is for AsyncGRPO.
+    Returns whether samples carry versions: not with a rollout worker that is not TRL's, nor in TRL before
+    1.11. In AsyncGRPO's processes without samples, all but the main one, it returns True.
     """
     trainer: Any = running_trainer()
     if "AsyncGRPOConfig" not in _names_in_trl(trainer.args):
@@ -176,7 +190,9 @@ def _watch_loss(trainer: Any, ages: TokenAges) -> None:
 
 
 def rollout_server(args: Any) -> tuple[str, str | None] | None:
-    """Return the URL of the server of TRL's rollout worker, and the model that it requests; None for another worker."""
+    """Return the URL of the server of TRL's rollout worker, and the model that it requests; None for another
+    worker.
+    """
     worker = getattr(running_trainer(), "rollout_worker", None)
     if not _names_in_trl(worker):
         return None
@@ -186,18 +202,26 @@ def rollout_server(args: Any) -> tuple[str, str | None] | None:
 def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
     """Make the next trainer's `VLLMGeneration` use a subclass of TRL's `VLLMClient`, which `subclass` makes.
 
-    TRL has no argument for it. It builds the client between `on_init_end`, when this is called, and the end of the trainer's
-    constructor. The replacement holds for one client. vLLM need not be installed here, because a client that sends no
-    weights uses only HTTP. Returns a function that undoes the replacement if no client was made.
+    TRL has no argument for it. It builds the client between `on_init_end`, when this is called, and the end
+    of the trainer's constructor. The replacement holds for one client. vLLM need not be installed here,
+    because a client that sends no weights uses only HTTP. Returns a function that undoes the replacement if
+    no client was made.
     """
     try:
         import trl
         from trl.generation import vllm_client, vllm_generation
     except ImportError as error:
-        raise ConfigError(f"TRL's VLLMClient cannot be imported ({error}). Install TRL {WITH_SERVER_CLIENT}.") from error
-    if _parameters(getattr(vllm_client.VLLMClient, "update_named_params", None)) != ["self", "metadata", "named_params"]:
         raise ConfigError(
-            f"VLLMClient of TRL {trl.__version__} does not accept one stream of weights. Install TRL {WITH_SERVER_CLIENT}."
+            f"TRL's VLLMClient cannot be imported ({error}). Install TRL {WITH_SERVER_CLIENT}."
+        ) from error
+    if _parameters(getattr(vllm_client.VLLMClient, "update_named_params", None)) != [
+        "self",
+        "metadata",
+        "named_params",
+    ]:
+        raise ConfigError(
+            f"VLLMClient of TRL {trl.__version__} does not accept one stream of weights. Install TRL "
+            f"{WITH_SERVER_CLIENT}."
         )
 
     def client_once(*args: Any, **kwargs: Any) -> Any:
@@ -222,9 +246,9 @@ def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:
 def add_around(own: TrainerCallback, first: TrainerCallback, last: TrainerCallback) -> int:
     """Insert callbacks before and after all others of the running trainer.
 
-    A callback has access neither to the trainer nor to its `CallbackHandler`, and `report_to` integrations run before the
-    callbacks of users. So the handler is found among the callers. Returns the number of `own` among the trainer's callbacks
-    of its class, from 1 on.
+    A callback has access neither to the trainer nor to its `CallbackHandler`, and `report_to` integrations
+    run before the callbacks of users. So the handler is found among the callers. Returns the number of `own`
+    among the trainer's callbacks of its class, from 1 on.
     """
     handler: Any = _caller(CallbackHandler)
     others = [other for other in handler.callbacks if other is not first and other is not last]
@@ -235,11 +259,12 @@ def add_around(own: TrainerCallback, first: TrainerCallback, last: TrainerCallba
 
 
 def replace_stream(take_part: Callable[[], None]) -> None:
-    """Prevent TRL from streaming the weights when it syncs. Call it in all processes, from an event of the trainer.
+    """Prevent TRL from streaming the weights when it syncs. Call it in all processes, from an event of the
+    trainer.
 
-    TRL streams the weights in all processes, which gather each tensor together. The main process passes the stream to the
-    weight transfer or to the client, which do not read it. The others iterate it, which now calls `take_part` instead. TRL
-    no longer merges adapters into the live weights for the stream.
+    TRL streams the weights in all processes, which gather each tensor together. The main process passes the
+    stream to the weight transfer or to the client, which do not read it. The others iterate it, which now
+    calls `take_part` instead. TRL no longer merges adapters into the live weights for the stream.
     """
     trainer: Any = running_trainer()
 
@@ -252,13 +277,16 @@ def replace_stream(take_part: Callable[[], None]) -> None:
     if hasattr(trainer, "_streaming_iter"):
         trainer._streaming_iter = stream
         if hasattr(trainer, "_sync_weight_merged"):
-            trainer._sync_weight_merged = functools.partial(_unmerged, trainer, type(trainer)._sync_weight_merged)
+            trainer._sync_weight_merged = functools.partial(
+                _unmerged, trainer, type(trainer)._sync_weight_merged
+            )
     elif hasattr(generation, "_iter_named_params") and hasattr(generation, "_weight_metadata"):
         generation._iter_named_params = stream
         generation._weight_metadata = []  # otherwise TRL gathers the weights for it
     else:
         raise ConfigError(
-            f"{type(trainer).__name__} has no stream of weights that DeltaSyncCallback could replace with shards. "
+            f"{type(trainer).__name__} has no stream of weights that DeltaSyncCallback could replace with "
+            "shards. "
             f"Install TRL {WITH_SERVER_CLIENT}, or train with DDP."
         )
 
@@ -279,7 +307,8 @@ def _unmerged(trainer: Any, sync: Callable[..., Any], *args: Any, **kwargs: Any)
 def _replace(owner: Any, name: str, function: Any) -> Any:
     """Replace a function of a module or an object, and return the original.
 
-    The current one may be an earlier replacement: a constructor may have failed, and a trainer may train twice.
+    The current one may be an earlier replacement: a constructor may have failed, and a trainer may train
+    twice.
     """
     found = getattr(owner, name)
     function._replaces = getattr(found, "_replaces", found)
@@ -288,7 +317,9 @@ def _replace(owner: Any, name: str, function: Any) -> Any:
 
 
 def averages(optimizer: Any) -> Any:
-    """Return the optimizer, without wrappers, if its `train` and `eval` switch the model between two sets of weights."""
+    """Return the optimizer, without wrappers, if its `train` and `eval` switch the model between two sets of
+    weights.
+    """
     while isinstance(inner := getattr(optimizer, "optimizer", None), torch.optim.Optimizer):
         optimizer = inner  # accelerate's has both methods around any
     return optimizer if all(callable(getattr(optimizer, name, None)) for name in ("train", "eval")) else None

@@ -19,7 +19,9 @@ _REFRESH_EVERY_S = 5.0
 
 
 class Fleet:
-    """Reads the state of the replicas in the background, from the servers at `urls` or from the channel's heartbeats."""
+    """Reads the state of the replicas in the background, from the servers at `urls` or from the channel's
+    heartbeats.
+    """
 
     def __init__(self, store: Store, urls: Sequence[str]) -> None:
         self._store = store
@@ -29,10 +31,11 @@ class Fleet:
         self._beats: tuple[str, heartbeat.Heartbeats] | None = None
 
     def metrics(self, run_id: str, newest_version: int, published: Mapping[int, str]) -> dict[str, float]:
-        """Return the number of live replicas and the lag of the slowest one, in versions; empty if there is no new state.
+        """Return the number of live replicas and the lag of the slowest one, in versions; empty if there is
+        no new state.
 
-        `published` has the digests of this publisher's versions. A replica with another digest for a number counts as
-        serving none.
+        `published` has the digests of this publisher's versions. A replica with another digest for a number
+        counts as serving none.
         """
         seen, self._seen = self._seen, None
         if time.monotonic() - self._read_s >= _REFRESH_EVERY_S:
@@ -57,7 +60,9 @@ class Fleet:
 
 
 def _served_version(beat: Heartbeat, published: Mapping[int, str]) -> int:
-    """Return the version that a replica serves, 0 for none. A version before this publisher counts by its number."""
+    """Return the version that a replica serves, 0 for none. A version before this publisher counts by its
+    number.
+    """
     serving = beat.serving
     if serving is None or published.get(serving.version, serving.sha256) != serving.sha256:
         return 0
@@ -67,23 +72,25 @@ def _served_version(beat: Heartbeat, published: Mapping[int, str]) -> int:
 class Pace:
     """Lets training continue while the fleet serves a version at most `max_behind` behind.
 
-    A thread waits for the versions within the bound. `wait_for` blocks until the fleet serves a version, and raises if it
-    does not in time.
+    A thread waits for the versions within the bound. `wait_for` blocks until the fleet serves a version, and
+    raises if it does not in time.
     """
 
     def __init__(self, wait_for: Callable[[Receipt], None], max_behind: int) -> None:
         self._wait_for = wait_for
-        self._window: deque[Receipt] = deque(maxlen=max_behind + 1)  # the last publications; some may share a version
+        # the last publications; some may share a version
+        self._window: deque[Receipt] = deque(maxlen=max_behind + 1)
         self._counts: dict[int, int] = {}  # the trainer's own number of each version, once known
         self._errors: dict[int, BaseException] = {}  # from waiting for a version
         self._update: Callable[[int], None] | None = None
         self._waits = False  # whether the thread runs
         self._changed = threading.Condition()
-        self.served: int | None = None  # the newest version that the fleet is known to serve; None before the first
+        # the newest version that the fleet is known to serve; None before the first
+        self.served: int | None = None
 
     def keep(self, receipt: Receipt) -> float:
-        """Add a published version, wait until the fleet is close enough (always for the first version), and return the
-        seconds.
+        """Add a published version, wait until the fleet is close enough (always for the first version), and
+        return the seconds.
         """
         before_s = time.perf_counter()
         with self._changed:
@@ -101,8 +108,8 @@ class Pace:
     def report(self, count: int, update: Callable[[int], None]) -> None:
         """Report the version that the fleet serves with `update`, now and whenever it serves a newer one.
 
-        `count` is the trainer's own number of the last publication, and `update` takes such numbers. The thread calls it
-        too, but never two threads at once.
+        `count` is the trainer's own number of the last publication, and `update` takes such numbers. The
+        thread calls it too, but never two threads at once.
         """
         with self._changed:
             self._update = update

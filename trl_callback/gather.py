@@ -1,8 +1,9 @@
-"""The contents of a checkpoint of a model: the tensors, named and shaped as `save_pretrained` writes them, and the other
-files.
+"""The contents of a checkpoint of a model: the tensors, named and shaped as `save_pretrained` writes them,
+and the other files.
 
-A checkpoint may hold tensors under other names or in other shapes than memory does, the experts of a mixture for example.
-transformers converts them when it loads a model and converts them back when it saves one; here that is done for shards, too.
+A checkpoint may hold tensors under other names or in other shapes than memory does, the experts of a mixture
+for example. transformers converts them when it loads a model and converts them back when it saves one; here
+that is done for shards, too.
 """
 
 from __future__ import annotations
@@ -31,36 +32,53 @@ from deltasync.errors import ConfigError
 from deltasync.opening import adapter_base
 from deltasync.opening.adapter_base import AdapterBase
 from deltasync.tensors.bits import readable
-from deltasync.trainer.stream import QUANTIZATION, TensorRange, by_rows, is_range, module_tensors, part_of, unwrapped
+from deltasync.trainer.stream import (
+    QUANTIZATION,
+    TensorRange,
+    by_rows,
+    is_range,
+    module_tensors,
+    part_of,
+    unwrapped,
+)
 from trl_callback import adapter
 
 logger = logging.getLogger(__name__)
 
 
 def is_peft(model: torch.nn.Module) -> bool:
-    """Whether the model has adapters, by PEFT or by the integration of transformers; peft itself need not be installed."""
+    """Whether the model has adapters, by PEFT or by the integration of transformers; peft itself need not be
+    installed.
+    """
     return bool(getattr(unwrapped(model), "peft_config", None))
 
 
 def is_sharded(model: torch.nn.Module) -> bool:
-    """Whether FSDP2, ZeRO-3 or tensor parallelism shards the model, so that this process holds a part of it."""
+    """Whether FSDP2, ZeRO-3 or tensor parallelism shards the model, so that this process holds a part of
+    it.
+    """
     sharded = (hasattr(param, "placements") or hasattr(param, "ds_id") for param in model.parameters())
     return any(isinstance(module, FSDPModule) for module in model.modules()) or any(sharded)
 
 
 def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> None:
-    """Check that the processes hold everything that is to be published, whole or in shards (else ConfigError)."""
+    """Check that the processes hold everything that is to be published, whole or in shards (else
+    ConfigError).
+    """
     if adapter_only:
         adapter.check(model)
     elif is_peft(model) and not hasattr(unwrapped(model), "merge_and_unload"):
         raise ConfigError(
-            "A model with adapters is published by its merged weights, and these adapters cannot be merged. Use "
+            "A model with adapters is published by its merged weights, and these adapters cannot be merged. "
+            "Use "
             "peft.get_peft_model, with a method that can merge, such as LoRA."
         )
     if is_peft(model) and is_sharded(model):
         raise ConfigError("Adapters of a sharded model cannot be published. Train with DDP or ZeRO-2.")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
-        raise ConfigError("The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2.")
+        raise ConfigError(
+            "The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2."
+        )
     if is_sharded(model):
         for name, tensor in model.named_parameters():
             if hasattr(tensor, "placements") and is_range(tensor):  # others are cut again
@@ -68,7 +86,9 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
 
 
 def check_form_of(model: torch.nn.Module, adapter_only: bool = False) -> None:
-    """Check before training that a model can be published, and that saving keeps what is trained (else ConfigError)."""
+    """Check before training that a model can be published, and that saving keeps what is trained (else
+    ConfigError).
+    """
     check_publishable(model, adapter_only)
     if adapter_only:
         return
@@ -80,7 +100,8 @@ def check_form_of(model: torch.nn.Module, adapter_only: bool = False) -> None:
 
 
 def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
-    """Return parameters and persistent buffers by their name in memory, each storage once; they alias the live weights.
+    """Return parameters and persistent buffers by their name in memory, each storage once; they alias the
+    live weights.
 
     Of a sharded tensor it is this process's part: a `DTensor` from FSDP2, a `TensorRange` from ZeRO-3.
     """
@@ -102,12 +123,19 @@ def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[s
         return tensors
     loaded = getattr(model, "_weight_conversions", None) or ()
     operations = [operation for each in loaded for operation in getattr(each, "operations", ())]
-    is_foreign = any(type(operation).__module__ != revert_weight_conversion.__module__ for operation in operations)
+    is_foreign = any(
+        type(operation).__module__ != revert_weight_conversion.__module__ for operation in operations
+    )
     if not is_foreign or _is_quantized(model):
         return revert_weight_conversion(model, tensors)
-    # With the quantizer's, which transformers does not distinguish from the model's, weights would be quantized again.
+    # With the quantizer's, which transformers does not distinguish from the model's, weights would be
+    # quantized again.
     model._weight_conversions = [
-        *(each for each in get_model_conversion_mapping(model, add_legacy=False) if not isinstance(each, PrefixChange)),
+        *(
+            each
+            for each in get_model_conversion_mapping(model, add_legacy=False)
+            if not isinstance(each, PrefixChange)
+        ),
         *(each for each in loaded if isinstance(each, PrefixChange)),
     ]
     try:
@@ -131,7 +159,9 @@ def saved_form(model: torch.nn.Module, tensors: Mapping[str, Any]) -> dict[str, 
 
 
 def check_form(model: torch.nn.Module, held: Mapping[str, Any], saved: Mapping[str, Any]) -> None:
-    """Check that a checkpoint holds just the elements of all of a model's tensors, in the same dtypes (else ConfigError)."""
+    """Check that a checkpoint holds just the elements of all of a model's tensors, in the same dtypes (else
+    ConfigError).
+    """
 
     def elements(tensors: Mapping[str, Any]) -> dict[torch.dtype, int]:
         counts: dict[torch.dtype, int] = {}
@@ -144,7 +174,8 @@ def check_form(model: torch.nn.Module, held: Mapping[str, Any], saved: Mapping[s
     odd = [name for name in saved if re.search(r"[$^*\\]", name)]
     if before != after or odd:
         raise ConfigError(
-            f"A checkpoint of {type(unwrapped(model)).__name__} would not hold what is trained: {_shown(before)} in memory, "
+            f"A checkpoint of {type(unwrapped(model)).__name__} would not hold what is trained: "
+            f"{_shown(before)} in memory, "
             f"{_shown(after)} saved{f', as {odd[0]}' if odd else ''}. Load it unquantized."
         )
 
@@ -156,9 +187,9 @@ def _shown(counts: Mapping[torch.dtype, int]) -> str:
 def shards_as_saved(model: torch.nn.Module, held: dict[str, Any], rank: int) -> Iterable[tuple[str, Any]]:
     """Return the shards that a rank holds as shards of a checkpoint's tensors, without gathering any.
 
-    A tensor that a checkpoint holds in another form is converted alone, when it is asked for, in memory for all of it. If
-    there is no such tensor, these are the items of `held`. A checkpoint's tensor that is made of several in memory, or of
-    one in another order, is refused (ConfigError).
+    A tensor that a checkpoint holds in another form is converted alone, when it is asked for, in memory for
+    all of it. If there is no such tensor, these are the items of `held`. A checkpoint's tensor that is made
+    of several in memory, or of one in another order, is refused (ConfigError).
     """
     saved = saved_form(model, held)
     check_form(model, held, saved)
@@ -176,7 +207,9 @@ def _convert_shards(
             yield name, tensor
             continue
         shard: Any = dict(by_rows([(name, tensor)])())[name]
-        part = part_of(name, shard) or TensorRange(shard if rank == 0 else shard.new_empty(0), 0, tuple(shard.shape))
+        part = part_of(name, shard) or TensorRange(
+            shard if rank == 0 else shard.new_empty(0), 0, tuple(shard.shape)
+        )
         here, local = slice(part.start, part.stop), readable(name, part.held)
         whole = local.new_empty(part.shape)
         whole.view(-1)[here] = local.flatten()
@@ -189,7 +222,8 @@ def _convert_shards(
             if wanted.get(saved_name) != values.shape or stop - start != len(places):
                 raise ConfigError(
                     f"{name} has another name or shape in memory than in a checkpoint of "
-                    f"{type(unwrapped(model)).__name__}, which cannot be undone for shards. Train this model with DDP."
+                    f"{type(unwrapped(model)).__name__}, which cannot be undone for shards. Train this model "
+                    "with DDP."
                 )
             yield saved_name, TensorRange(values.flatten()[start:stop], start, tuple(values.shape))
 
@@ -197,8 +231,8 @@ def _convert_shards(
 def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tuple[str, Any]]:
     """Return what this process is to publish, as `save_pretrained` would write it, in the dtype of training.
 
-    The tensors of a dict's items alias the live weights or stay in memory; those of an iterator are made when asked for.
-    Raises like `check_publishable`.
+    The tensors of a dict's items alias the live weights or stay in memory; those of an iterator are made when
+    asked for. Raises like `check_publishable`.
     """
     check_publishable(model, adapter_only)
     if adapter_only:
@@ -249,7 +283,9 @@ def adapter_base_file(model: torch.nn.Module) -> dict[str, bytes]:
 
 
 def loaded_from(model: torch.nn.Module) -> str:
-    """Return the checkpoint that `from_pretrained` loaded a model from: a directory, or a model on the Hub at a commit."""
+    """Return the checkpoint that `from_pretrained` loaded a model from: a directory, or a model on the Hub at
+    a commit.
+    """
     config = getattr(adapter.base_of(model), "config", None)
     name, commit = getattr(config, "_name_or_path", None), getattr(config, "_commit_hash", None)
     if not name:
@@ -260,9 +296,11 @@ def loaded_from(model: torch.nn.Module) -> str:
 
 
 def served_dtypes(model: torch.nn.Module, dtype: str) -> str:
-    """Return a rule for served dtypes that keeps what transformers always holds in float32, unless the rule says other.
+    """Return a rule for served dtypes that keeps what transformers always holds in float32, unless the rule
+    says other.
 
-    `auto` becomes the dtype of 16 bits that the whole model is served in; it stays where some tensors have another one.
+    `auto` becomes the dtype of 16 bits that the whole model is served in; it stays where some tensors have
+    another one.
     """
     names = getattr(adapter.base_of(model), "_keep_in_fp32_modules_strict", None) or ()
     default, *patterns = dtype.split(",")
@@ -274,11 +312,15 @@ def served_dtypes(model: torch.nn.Module, dtype: str) -> str:
 
 
 def _main_dtype(model: torch.nn.Module) -> tuple[str, bool]:
-    """Return `float16` if most elements have it, else `bfloat16`, and whether any tensor has the other one of these."""
+    """Return `float16` if most elements have it, else `bfloat16`, and whether any tensor has the other one of
+    these.
+    """
     counts: dict[torch.dtype, int] = {}
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         counts[tensor.dtype] = counts.get(tensor.dtype, 0) + getattr(tensor, "ds_numel", tensor.numel())
-    is_half = counts.get(torch.float16, 0) > sum(count for dtype, count in counts.items() if dtype in _OTHER_FLOATS)
+    is_half = counts.get(torch.float16, 0) > sum(
+        count for dtype, count in counts.items() if dtype in _OTHER_FLOATS
+    )
     return ("float16" if is_half else "bfloat16"), (torch.bfloat16 if is_half else torch.float16) in counts
 
 
@@ -286,7 +328,8 @@ _OTHER_FLOATS = (torch.bfloat16, torch.float32, torch.float64)
 
 
 def checkpoint_files(model: torch.nn.Module, processing_class: Any, dtype: str) -> dict[str, bytes]:
-    """Return config, generation config and tokenizer, where there are any, as `save_pretrained` writes them, by file name.
+    """Return config, generation config and tokenizer, where there are any, as `save_pretrained` writes them,
+    by file name.
 
     `dtype` is as `PublisherSettings.dtype`; config.json names the dtype of most tensors, and whether these
     are tied and quantized. A file that cannot be saved is left out, with a warning.
@@ -311,7 +354,9 @@ def _guarded(what: str, save: Callable[[], object]) -> None:
         save()
     except Exception as error:  # noqa: BLE001 - training needs no such file, and any error may occur
         reason = str(error).partition("\n")[0]
-        logger.warning("Checkpoints of the channel will have no %s: %s: %s", what, type(error).__name__, reason)
+        logger.warning(
+            "Checkpoints of the channel will have no %s: %s: %s", what, type(error).__name__, reason
+        )
 
 
 def _config(model: PreTrainedModel, dtype: str) -> Any:
@@ -324,7 +369,8 @@ def _config(model: PreTrainedModel, dtype: str) -> Any:
     elif hasattr(config, "quantization_config") and not _is_quantized(model):
         del config.quantization_config
     config.architectures = [type(model).__name__.removeprefix("FSDP")]
-    # transformers gives a head that was trained apart the weights of the embeddings, if a config says that they are tied.
+    # transformers gives a head that was trained apart the weights of the embeddings, if a config says that
+    # they are tied.
     tied = list(getattr(model, "_tied_weights_keys", None) or ())
     if any(re.search(pattern, name) for name in held_tensors(model) for pattern in tied):
         for part in (config, config.get_text_config(decoder=True)):

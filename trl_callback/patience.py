@@ -16,7 +16,8 @@ from deltasync.stores.base import WrappedStore
 
 logger = logging.getLogger(__name__)
 
-RETRIES = 10_000  # enough for days: while training goes on, retrying is the best that can be done with a version
+# enough for days: while training goes on, retrying is the best that can be done with a version
+RETRIES = 10_000
 OPEN_S = 60.0  # longest time for retries of the store before training
 
 _WARN_AFTER_S = 10.0
@@ -28,8 +29,9 @@ _Result = TypeVar("_Result")
 class PatientStore(WrappedStore):
     """A store wrapper that can be given up, and knows which versions it has not stored yet.
 
-    One version uploads and one is queued. A further version is merged into the queued one, which is encoded again. The time
-    for that is limited to a fraction of the total, so that training is as fast with a dead store as with a fast one.
+    One version uploads and one is queued. A further version is merged into the queued one, which is encoded
+    again. The time for that is limited to a fraction of the total, so that training is as fast with a dead
+    store as with a fast one.
 
     Attributes:
         trouble: The last request's transient error; None if it succeeded.
@@ -39,7 +41,8 @@ class PatientStore(WrappedStore):
         super().__init__(inner)
         self._given_up = False
         self._deadline: float | None = None
-        self._receipts: list[tuple[Receipt, float]] = []  # at most two versions, with the times of their publication
+        # at most two versions, with the times of their publication
+        self._receipts: list[tuple[Receipt, float]] = []
         self._warned = False
         self.trouble: TransientStoreError | None = None
 
@@ -79,7 +82,9 @@ class PatientStore(WrappedStore):
         self._receipts = [*kept[-1:], (receipt, time.monotonic())]
 
     def is_behind(self) -> bool:
-        """Whether to skip a version now, which a later one will cover. Warns once when the store stays behind."""
+        """Whether to skip a version now, which a later one will cover. Warns once when the store stays
+        behind.
+        """
         self._drop_stored()
         if not self._receipts:
             return False
@@ -88,7 +93,8 @@ class PatientStore(WrappedStore):
         if not self._warned and now - since > _WARN_AFTER_S:
             self._warned = True
             logger.warning(
-                "%s has not stored version %d for %.0f s (%s). Training goes on; its further versions are merged into one.",
+                "%s has not stored version %d for %.0f s (%s). Training goes on; its further versions are "
+                "merged into one.",
                 self.url,
                 oldest.version,
                 now - since,

@@ -1,4 +1,6 @@
-"""Agreement of a trainer's processes before they publish: nothing failed in any of them, and they hold the same weights."""
+"""Agreement of a trainer's processes before they publish: nothing failed in any of them, and they hold the
+same weights.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from deltasync.trainer.source import digest_of
 
 @contextlib.contextmanager
 def processes(together: bool = True) -> Iterator[Ranks]:
-    """Connect the processes of a trainer for a moment; all of them call this. One that is not `together` asks nobody."""
+    """Connect the processes of a trainer for a moment; all of them call this. One that is not `together` asks
+    nobody.
+    """
     many = together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     peers = Ranks(dist.group.WORLD if many else None, timeout_s=600.0)  # for a process that is late
     try:
@@ -26,7 +30,8 @@ def processes(together: bool = True) -> Iterator[Ranks]:
 
 
 def check_replicas(peers: Ranks, model: torch.nn.Module) -> None:
-    """Check that all processes hold the same parameters, of which the main one publishes its own; all of them call this.
+    """Check that all processes hold the same parameters, of which the main one publishes its own; all of them
+    call this.
 
     Frozen weights of wrapper subclasses, which are quantized, are not read.
 
@@ -47,7 +52,10 @@ def check_replicas(peers: Ranks, model: torch.nn.Module) -> None:
         for name in {**first, **other}:
             if first.get(name) != other.get(name):
                 raise ConfigError(
-                    f"{name} differs between ranks 0 and {rank}, or one of them lacks it, and rank 0 publishes alone. If "
-                    "each rank trains experts or layers of its own, publish from a loop of your own on all ranks, each with "
-                    "Publisher(..., group=group), by the names of the checkpoint; otherwise broadcast the parameter."
+                    f"{name} differs between ranks 0 and {rank}, or one of them lacks it, and rank 0 "
+                    "publishes alone. If "
+                    "each rank trains experts or layers of its own, publish from a loop of your own on all "
+                    "ranks, each with "
+                    "Publisher(..., group=group), by the names of the checkpoint; otherwise broadcast the "
+                    "parameter."
                 )

@@ -23,8 +23,10 @@ class VersionRecord:
 
     Attributes:
         step (`int`): The trainer's `global_step`.
-        ack_s (`float`, *optional*): Seconds that training then waited for the replicas; `None` if it did not wait.
-        coalesced (`int`): Number of publications in it: more than one if its upload had not begun before the next.
+        ack_s (`float`, *optional*): Seconds that training then waited for the replicas; `None` if it did not
+            wait.
+        coalesced (`int`): Number of publications in it: more than one if its upload had not begun before the
+            next.
         time_s (`float`): Time of publication, in seconds since the epoch.
     """
 
@@ -39,7 +41,8 @@ class VersionRecord:
     encode_s: float
     ack_s: float | None
     coalesced: int = 1
-    time_s: float = dataclasses.field(default_factory=lambda: time.time())  # looked up at each call: a clock may be replaced
+    # looked up at each call: a clock may be replaced
+    time_s: float = dataclasses.field(default_factory=lambda: time.time())
 
     @property
     def changed_fraction(self) -> float:
@@ -86,7 +89,8 @@ class History:
             bits = record.bits_per_changed
             self.log(payload_bytes=record.payload_bytes, bits_per_changed=bits, encode_s=record.encode_s)
             logger.info(
-                "version=%d changed_fraction=%.4f payload_bytes=%d bits_per_changed=%.2f encode_s=%.3f ack_s=%.3f",
+                "version=%d changed_fraction=%.4f payload_bytes=%d bits_per_changed=%.2f encode_s=%.3f "
+                "ack_s=%.3f",
                 record.version,
                 record.changed_fraction,
                 record.payload_bytes,
@@ -104,4 +108,6 @@ class History:
 
     def log(self, **values: float | None) -> None:
         """Add numbers to the next `metrics`."""
-        self._new_metrics |= {f"delta_sync/{name}": value for name, value in values.items() if value is not None}
+        self._new_metrics |= {
+            f"delta_sync/{name}": value for name, value in values.items() if value is not None
+        }

@@ -1,4 +1,5 @@
-"""Compare what is published with what is saved, of a model whose class or trainer saves it in a way of its own.
+"""Compare what is published with what is saved, of a model whose class or trainer saves it in a way of its
+own.
 
 Every other model is saved by transformers, whose form `gather` derives.
 """
@@ -39,7 +40,9 @@ class OwnForm:
 
     @classmethod
     def of(cls, model: torch.nn.Module, trainer: Any) -> OwnForm | None:
-        """Return how a model is saved; None if transformers saves it, or if nothing is saved by a name of its own."""
+        """Return how a model is saved; None if transformers saves it, or if nothing is saved by a name of its
+        own.
+        """
         base = adapter.base_of(model)
         if not isinstance(base, PreTrainedModel):
             return None
@@ -64,7 +67,8 @@ class OwnForm:
         """
         if gather.is_sharded(model):
             raise ConfigError(
-                f"{self.name} is not transformers' own, so what it would save of a sharded model cannot be compared with "
+                f"{self.name} is not transformers' own, so what it would save of a sharded model cannot be "
+                "compared with "
                 f"what is published. Train with DDP, or leave the method out. {_CURE}"
             )
         wanted = {name: tensor.detach() for name, tensor in gather.stream_of(model)}
@@ -73,17 +77,24 @@ class OwnForm:
             seen.add(name)
             if name not in wanted:
                 tied = getattr(adapter.base_of(model), "_tied_weights_keys", None) or ()
-                if not any(re.search(key, name) for key in tied) or not any(_same(tensor, one) for one in wanted.values()):
+                if not any(re.search(key, name) for key in tied) or not any(
+                    _same(tensor, one) for one in wanted.values()
+                ):
                     only_saved.append(name)
             elif not _same(tensor, wanted[name]):
                 differing.append(name)
         # A trainer may save a part of the model; what it saves has to be what is published.
         left_out = [name for name in wanted if name not in seen] if self.name.endswith("pretrained") else []
-        problems = {"saves": only_saved, "does not save": left_out, "saves other values or dtypes of": differing}
+        problems = {
+            "saves": only_saved,
+            "does not save": left_out,
+            "saves other values or dtypes of": differing,
+        }
         told = [f"{what} {_listed(names)}" for what, names in problems.items() if names]
         if told:
             raise ConfigError(
-                f"{self.name} saves another model than the one that would be published: it {', '.join(told)}. {_CURE}"
+                f"{self.name} saves another model than the one that would be published: it "
+                f"{', '.join(told)}. {_CURE}"
             )
 
     def _saved(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -99,7 +110,8 @@ class OwnForm:
             files = sorted(Path(folder).glob("*.safetensors"))
             if not files:
                 raise ConfigError(
-                    f"{self.name} saves no safetensors, so what it saves cannot be compared with what is published. {_CURE}"
+                    f"{self.name} saves no safetensors, so what it saves cannot be compared with what is "
+                    f"published. {_CURE}"
                 )
             for path in files:
                 with safe_open(path, framework="pt") as file:
@@ -108,13 +120,16 @@ class OwnForm:
 
 
 _CURE = (
-    "Make changes of names and values in the model's state_dict(), which saving and publishing both use, or publish from a "
+    "Make changes of names and values in the model's state_dict(), which saving and publishing both use, or "
+    "publish from a "
     "loop of your own with deltasync.Publisher."
 )
 
 
 def _owner(thing: object, name: str) -> type:
-    """Return the class that defines a method of an object, or the object's own class if it has a method of its own."""
+    """Return the class that defines a method of an object, or the object's own class if it has a method of
+    its own.
+    """
     if name in vars(thing):
         return type(thing)
     return next(base for base in type(thing).__mro__ if name in vars(base))

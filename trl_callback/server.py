@@ -1,8 +1,9 @@
-"""Check the server that a trainer generates on: that it follows the channel, serves the trainer's model, and that its log
-probabilities are those of the distribution that its tokens are sampled from.
+"""Check the server that a trainer generates on: that it follows the channel, serves the trainer's model, and
+that its log probabilities are those of the distribution that its tokens are sampled from.
 
-GRPO and AsyncGRPO compare them with the trainer's own. vLLM returns those of the model unless it is started with
-`--logprobs-mode processed_logprobs`; they are the same if sampling changes nothing, as with TRL's defaults.
+GRPO and AsyncGRPO compare them with the trainer's own. vLLM returns those of the model unless it is started
+with `--logprobs-mode processed_logprobs`; they are the same if sampling changes nothing, as with TRL's
+defaults.
 """
 
 from __future__ import annotations
@@ -35,12 +36,14 @@ _UNSAMPLED = ("seed", "max_tokens", "stop", "stop_token_ids")
 """Parameters of vLLM that say nothing of the distribution of a token."""
 
 _OF_CHECKPOINT = ("min_p", "presence_penalty", "frequency_penalty")
-"""Fields that vLLM takes from the checkpoint's `generation_config.json` if a request leaves them out, as TRL's may."""
+"""Fields that vLLM takes from the checkpoint's `generation_config.json` if a request leaves them out, as
+TRL's may.
+"""
 
 
 def _sampling_changes(args: Any, model: torch.nn.Module) -> list[str]:
-    """The settings that sample from another distribution than the model's, as `name=value`: those of the trainer's arguments
-    and of the model's `generation_config`, which is the server's default.
+    """The settings that sample from another distribution than the model's, as `name=value`: those of the
+    trainer's arguments and of the model's `generation_config`, which is the server's default.
     """
     given = getattr(args, "generation_kwargs", None) or {}  # any parameters of vLLM, before the arguments
     settings = {name: getattr(args, name, values[0]) for name, values in _NEUTRAL.items()}
@@ -48,7 +51,11 @@ def _sampling_changes(args: Any, model: torch.nn.Module) -> list[str]:
     changing = {name: value for name, value in settings.items() if value not in _NEUTRAL.get(name, ())}
     defaults = getattr(model, "generation_config", None)
     for name in _OF_CHECKPOINT:
-        if name not in given and getattr(args, name, None) is None and (value := getattr(defaults, name, None)):
+        if (
+            name not in given
+            and getattr(args, name, None) is None
+            and (value := getattr(defaults, name, None))
+        ):
             changing[name] = value
     return [f"{name}={value}" for name, value in changing.items()]
 
@@ -66,10 +73,11 @@ def check(
 ) -> bool:
     """Ask the server at `url` whether it follows the channel, and whether its answers can be trained with.
 
-    `compares` says whether the trainer compares log probabilities; `name` is the model that it asks for, None if it asks the
-    server for it. A server that does not answer is asked for `wait_s`; if that is None, the answer then is False. `channel`
-    is the trainer's, None to take any; servers that the user has `named` may follow it by another URL. Raises ConfigError if
-    the server does not follow it, serves another model, or gives log probabilities that cannot be compared.
+    `compares` says whether the trainer compares log probabilities; `name` is the model that it asks for, None
+    if it asks the server for it. A server that does not answer is asked for `wait_s`; if that is None, the
+    answer then is False. `channel` is the trainer's, None to take any; servers that the user has `named` may
+    follow it by another URL. Raises ConfigError if the server does not follow it, serves another model, or
+    gives log probabilities that cannot be compared.
     """
     deadline = time.monotonic() + (wait_s or 0.0)
     while (status := heartbeat.ask_status(url)) is None and time.monotonic() < deadline:
@@ -77,15 +85,20 @@ def check(
     if status is None:
         if wait_s is None:
             return False
-        raise ConfigError(f"The vLLM server at {url} does not answer GET /deltasync/status after {wait_s:g} s.")
+        raise ConfigError(
+            f"The vLLM server at {url} does not answer GET /deltasync/status after {wait_s:g} s."
+        )
     if "state" not in status:
         raise ConfigError(heartbeat.follows_nothing(url))
     if channel is not None:
-        _check_channel(status, url, channel, is_named=url.rstrip("/") in {other.rstrip("/") for other in named})
+        _check_channel(
+            status, url, channel, is_named=url.rstrip("/") in {other.rstrip("/") for other in named}
+        )
     served = heartbeat.ask_models(url)
     if name is not None and served and name not in served:
         raise ConfigError(
-            f"The vLLM server at {url} serves the model {served[0]}, and the trainer asks for {name}. Start the server with "
+            f"The vLLM server at {url} serves the model {served[0]}, and the trainer asks for {name}. Start "
+            "the server with "
             f"--served-model-name {name}."
         )
     if not compares:
@@ -96,7 +109,8 @@ def check(
     problem = "does not say which log probabilities it gives" if mode is None else f"gives {mode}"
     sampled = f" with {', '.join(changing)}" if changing else ""
     raise ConfigError(
-        f"The vLLM server at {url} {problem}, and the trainer compares its own with those of the tokens as sampled{sampled}"
+        f"The vLLM server at {url} {problem}, and the trainer compares its own with those of the tokens as "
+        f"sampled{sampled}"
         ": start it with deltasync's worker extension and --logprobs-mode processed_logprobs."
     )
 
@@ -104,7 +118,8 @@ def check(
 def _check_channel(status: Mapping[str, Any], url: str, channel: Store, *, is_named: bool) -> None:
     """Check that a server follows this channel, before a version is published for it.
 
-    One that follows a run says which. Before the first version it says the URL, unless it wants a token that is unset here.
+    One that follows a run says which. Before the first version it says the URL, unless it wants a token that
+    is unset here.
     """
     run_id, followed = status.get("run_id"), status.get("channel")
     ours: str | None = None
@@ -116,7 +131,12 @@ def _check_channel(status: Mapping[str, Any], url: str, channel: Store, *, is_na
         return
     if run_id is not None and run_id != ours:
         here = "has no run yet" if ours is None else f"holds run {ours}"
-    elif run_id is None and isinstance(followed, str) and not is_named and _place(followed) != _place(channel.url):
+    elif (
+        run_id is None
+        and isinstance(followed, str)
+        and not is_named
+        and _place(followed) != _place(channel.url)
+    ):
         here = "is another URL"
     else:
         return
@@ -124,7 +144,8 @@ def _check_channel(status: Mapping[str, Any], url: str, channel: Store, *, is_na
     what = f"run {run_id}{where}" if run_id is not None else f"{followed}, which holds no version yet"
     also = "" if run_id is not None else f' If both are one place, name the server: replicas=["{url}"].'
     raise ConfigError(
-        f"The vLLM server at {url} follows {what}, and {channel.url}, where this trainer publishes, {here}. Nothing was "
+        f"The vLLM server at {url} follows {what}, and {channel.url}, where this trainer publishes, {here}. "
+        "Nothing was "
         f"published. Restart the server with DELTASYNC_CHANNEL={channel.url}.{also}"
     )
 

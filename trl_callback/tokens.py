@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 _Version = Annotated[int, msgspec.Meta(ge=0, le=LARGEST_VERSION)]
 _SPANS = msgspec.json.Decoder(tuple[list[tuple[_Version, Count]]])  # one choice
-UNKNOWN = 0  # stands for a version (which begin with 1) that no reply named, or for a token that the model did not make
+# stands for a version (which begin with 1) that no reply named, or for a token that the model did not make
+UNKNOWN = 0
 
 _UNKNOWN_LAG = -1
 
@@ -34,8 +35,9 @@ _MOST_REFUSED = 256  # training ends after this number of consecutive samples wh
 def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
     """Return the version that made each token of a reply with one choice.
 
-    The versions are in `x-deltasync-spans`. Without this header, which is left out where it would be too long, each token
-    counts as made by the oldest possible version, the first of `x-deltasync-versions`. Without both, they are `UNKNOWN`.
+    The versions are in `x-deltasync-spans`. Without this header, which is left out where it would be too
+    long, each token counts as made by the oldest possible version, the first of `x-deltasync-versions`.
+    Without both, they are `UNKNOWN`.
     """
     with contextlib.suppress(*UNREADABLE_JSON):  # the header is missing, or has several choices
         (spans,) = _SPANS.decode(headers.get(SPANS_HEADER, ""))
@@ -48,8 +50,8 @@ def read_versions(headers: Mapping[str, str], token_count: int) -> list[int]:
 class VersionedLogProb(float):
     """A token's log probability that carries the version that made the token.
 
-    TRL aligns the turns of a conversation token by token, and may drop, repeat or overwrite some. Versions attached to log
-    probabilities stay aligned.
+    TRL aligns the turns of a conversation token by token, and may drop, repeat or overwrite some. Versions
+    attached to log probabilities stay aligned.
     """
 
     __slots__ = ("version",)
@@ -63,7 +65,8 @@ class VersionedLogProb(float):
 
 
 class VersionedMetrics(dict[str, float]):
-    """A sample's metrics with its `versions`: int64 of shape (tokens,), in the order of the sample's `input_ids`.
+    """A sample's metrics with its `versions`: int64 of shape (tokens,), in the order of the sample's
+    `input_ids`.
 
     TRL passes this object from scoring to training.
     """
@@ -74,11 +77,14 @@ class VersionedMetrics(dict[str, float]):
     def of(cls, metrics: Mapping[str, float], log_probs: Iterable[float]) -> VersionedMetrics:
         """Add the versions of log probabilities to metrics. Plain floats have version `UNKNOWN`."""
         made = cls(metrics)
-        made.versions = np.asarray([getattr(value, "version", UNKNOWN) for value in log_probs], dtype=np.int64)
+        made.versions = np.asarray(
+            [getattr(value, "version", UNKNOWN) for value in log_probs], dtype=np.int64
+        )
         return made
 
 
-_headers: ContextVar[Mapping[str, str]] = ContextVar("deltasync_headers")  # headers of this conversation's last reply
+# headers of this conversation's last reply
+_headers: ContextVar[Mapping[str, str]] = ContextVar("deltasync_headers")
 
 
 async def _record_headers(session: Any, context: Any, params: Any) -> None:
@@ -87,10 +93,12 @@ async def _record_headers(session: Any, context: Any, params: Any) -> None:
 
 
 def make_versioned_loop(base: type, demanded: Any, **settings: Any) -> Any:
-    """Make a rollout loop whose samples carry the versions of their tokens. Its class extends TRL's `_AsyncRolloutLoop`.
+    """Make a rollout loop whose samples carry the versions of their tokens. Its class extends TRL's
+    `_AsyncRolloutLoop`.
 
-    The loop runs in another process: `functools.partial(make_versioned_loop, base, demanded)`, which can be pickled,
-    replaces the class in the worker's `_loop_cls`. Requests demand at least the version of `demanded`, a shared number.
+    The loop runs in another process: `functools.partial(make_versioned_loop, base, demanded)`, which can be
+    pickled, replaces the class in the worker's `_loop_cls`. Requests demand at least the version of
+    `demanded`, a shared number.
     """
     from aiohttp import TraceConfig
 
@@ -125,12 +133,14 @@ def make_versioned_loop(base: type, demanded: Any, **settings: Any) -> Any:
 class TokenAges:
     """Tracks the samples of a trainer from its queue to its loss. Only the main process has samples.
 
-    A token's lag is the number of the trainer's weight syncs since the sync that published the token's version, the unit of
-    TRL's `max_staleness`. If each sync is a version, the lag is the difference of versions. Tokens older than `max_lag` when
-    the trainer receives their sample are not trained. Tokens of unknown age are trained only with `unversioned`.
+    A token's lag is the number of the trainer's weight syncs since the sync that published the token's
+    version, the unit of TRL's `max_staleness`. If each sync is a version, the lag is the difference of
+    versions. Tokens older than `max_lag` when the trainer receives their sample are not trained. Tokens of
+    unknown age are trained only with `unversioned`.
 
     Attributes:
-        demanded: The oldest version that the rollouts take, as `value`, shared with their process; None without one.
+        demanded: The oldest version that the rollouts take, as `value`, shared with their process; None
+            without one.
     """
 
     def __init__(self, max_lag: int | None, unversioned: bool = False) -> None:
@@ -141,7 +151,8 @@ class TokenAges:
         self._bound = 0
         self._now: Callable[[], int] = lambda: 0
         self._syncs: dict[int, int] = {}  # number of the sync of each version, ascending
-        self._batches: deque[np.ndarray] = deque()  # versions of the trained tokens of each batch that waits for its step
+        # versions of the trained tokens of each batch that waits for its step
+        self._batches: deque[np.ndarray] = deque()
         self._tokens: Counter[int] = Counter()  # tokens by lag, since the last `metrics`
         self._of_version: Counter[int] = Counter()  # tokens by lag, since the previous version
         self._masked = 0
@@ -159,11 +170,12 @@ class TokenAges:
         self._syncs[version] = sync
 
     def admit(self, sample: Any) -> bool:
-        """Prepare a sample that the trainer receives from its queue. Return False if no token is left to train.
+        """Prepare a sample that the trainer receives from its queue. Return False if no token is left to
+        train.
 
-        Sets its `model_version` to the sync of its oldest trained token, which TRL compares with `max_staleness`. Clears
-        `completion_mask` of tokens older than the bound, and of those of unknown age. Raises ConfigError after many
-        consecutive samples without versions.
+        Sets its `model_version` to the sync of its oldest trained token, which TRL compares with
+        `max_staleness`. Clears `completion_mask` of tokens older than the bound, and of those of unknown age.
+        Raises ConfigError after many consecutive samples without versions.
         """
         given = trained = np.asarray(sample.completion_mask, dtype=bool)
         lags = self._lags_of(_versions_of(sample.metrics, len(trained)))
@@ -189,14 +201,18 @@ class TokenAges:
             return
         self._unversioned_count = self._unversioned_count + 1 if unknown.sum() == trained.sum() else 0
         reason = (
-            "name the version of this trainer that made their tokens: a server does not follow the channel, or a proxy "
-            f"drops the headers {SPANS_HEADER} and {VERSIONS_HEADER}. To train such tokens, set train_unversioned=True."
+            "name the version of this trainer that made their tokens: a server does not follow the channel, "
+            "or a proxy "
+            f"drops the headers {SPANS_HEADER} and {VERSIONS_HEADER}. To train such tokens, set "
+            "train_unversioned=True."
         )
         if self._unversioned_count >= _MOST_REFUSED:
             raise ConfigError(f"Replies do not {reason}")
         if not self._warned:
             self._warned = True
-            logger.warning("A reply's tokens are masked. If this continues after the start, replies do not %s", reason)
+            logger.warning(
+                "A reply's tokens are masked. If this continues after the start, replies do not %s", reason
+            )
 
     def add_batch(self, samples: Iterable[Any]) -> None:
         """Add a batch of samples from TRL's collator. Batches are trained in the same order."""
@@ -214,7 +230,9 @@ class TokenAges:
             self._of_version.update(lags)
 
     def of_version(self) -> TokenLag | None:
-        """Return mean, 95th percentile and maximum lag of tokens trained since the last call; None if no lag is known."""
+        """Return mean, 95th percentile and maximum lag of tokens trained since the last call; None if no lag
+        is known.
+        """
         tokens, self._of_version = self._of_version, Counter()
         tokens.pop(_UNKNOWN_LAG, None)
         lags = lag_metrics(tokens, self._bound)
@@ -252,7 +270,8 @@ def _versions_of(metrics: Mapping[str, float], token_count: int) -> np.ndarray:
 
 
 def lag_metrics(tokens: Mapping[int, int], bound: int) -> dict[str, float]:
-    """Return mean, 95th percentile (nearest rank) and maximum of lags, and the fraction of tokens older than `bound`.
+    """Return mean, 95th percentile (nearest rank) and maximum of lags, and the fraction of tokens older than
+    `bound`.
 
     `tokens` maps each lag to its number of tokens. The result is empty without tokens.
     """

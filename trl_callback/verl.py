@@ -1,13 +1,15 @@
-"""verl's `CheckpointEngine`: weights go from verl's actors to its rollouts through a channel, in any other cluster.
+"""verl's `CheckpointEngine`: weights go from verl's actors to its rollouts through a channel, in any other
+cluster.
 
     actor_rollout_ref.rollout.checkpoint_engine.backend=deltasync
     actor_rollout_ref.rollout.checkpoint_engine.custom_backend_module=trl_callback.verl
     +actor_rollout_ref.rollout.checkpoint_engine.engine_kwargs.deltasync.channel=s3://bucket/run
 
-verl imports this module by that name and makes one engine in each actor and in each rollout worker. The first actor
-publishes; a rollout worker keeps the weights in host memory, patches them by deltas, and hands them to verl's own server
-adapter. verl gathers the weights for the first actor; the publisher refuses a part of a tensor, and one of several experts
-of the same name. Written for verl 0.9 (`verl/checkpoint_engine/base.py`). Other replicas may follow the same channel.
+verl imports this module by that name and makes one engine in each actor and in each rollout worker. The first
+actor publishes; a rollout worker keeps the weights in host memory, patches them by deltas, and hands them to
+verl's own server adapter. verl gathers the weights for the first actor; the publisher refuses a part of a
+tensor, and one of several experts of the same name. Written for verl 0.9 (`verl/checkpoint_engine/base.py`).
+Other replicas may follow the same channel.
 """
 
 from __future__ import annotations
@@ -41,7 +43,13 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
     """
 
     def __init__(
-        self, bucket_size: int, is_master: bool = False, *, channel: str, timeout_s: float = 600.0, **options: Any
+        self,
+        bucket_size: int,
+        is_master: bool = False,
+        *,
+        channel: str,
+        timeout_s: float = 600.0,
+        **options: Any,
     ) -> None:
         self._channel, self._timeout_s, self._options = channel, timeout_s, options
         self._is_master = is_master
@@ -55,7 +63,8 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
         if self._publisher is None:
             logger.warning(
                 "verl made this engine and never asked it for an update, so nothing was published to %s. Set "
-                "trainer.v1.trainer_mode=separate_async and actor_rollout_ref.rollout.nnodes: verl's default needs none.",
+                "trainer.v1.trainer_mode=separate_async and actor_rollout_ref.rollout.nnodes: verl's default "
+                "needs none.",
                 self._channel,
             )
 
@@ -86,7 +95,9 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
     async def send_weights(
         self, weights: Iterable[tuple[str, torch.Tensor]], global_steps: int | None = None
     ) -> dict[str, Any]:
-        """Publish at the master, and wait until the version is visible; elsewhere take part in gathering the weights."""
+        """Publish at the master, and wait until the version is visible; elsewhere take part in gathering the
+        weights.
+        """
         if self._publisher is None:
             collections.deque(weights, maxlen=0)
             return {}
@@ -94,7 +105,9 @@ class DeltaSyncCheckpointEngine(CheckpointEngine):
         done = await asyncio.to_thread(receipt.wait, self._timeout_s)
         return {"deltasync/version": done.version, "deltasync/payload_bytes": done.payload_bytes}
 
-    async def receive_weights(self, global_steps: int | None = None) -> AsyncIterator[tuple[str, torch.Tensor]]:
+    async def receive_weights(
+        self, global_steps: int | None = None
+    ) -> AsyncIterator[tuple[str, torch.Tensor]]:
         """Yield all weights of the version, each in host memory that the next update overwrites."""
         if self._version is None:
             raise ConfigError("verl asked for weights before it had said which version.")

@@ -34,23 +34,28 @@ OWNER_FILE = "deltasync_owner"
 """File in the trainer's `output_dir` with the owner's id."""
 
 _MARGIN_S = 60.0
-_LAST_ANSWER_S = 60.0  # how long an upload that was given up may take to end: a request under way may still be answered
+# how long an upload that was given up may take to end: a request under way may still be answered
+_LAST_ANSWER_S = 60.0
 
 
 class DeltaWeightTransfer:
-    """Implements TRL's `WeightTransferProtocol`: publishes the weights to a channel instead of sending them to a server.
+    """Implements TRL's `WeightTransferProtocol`: publishes the weights to a channel instead of sending them
+    to a server.
 
-    Generation is never paused. `send_weights` returns as soon as the weights are read; encoding and upload run in the
-    background. `resume` waits until the replicas serve a version at most `max_behind` behind the one just published.
+    Generation is never paused. `send_weights` returns as soon as the weights are read; encoding and upload
+    run in the background. `resume` waits until the replicas serve a version at most `max_behind` behind the
+    one just published.
 
     Attributes:
         step (`int`): The trainer's `global_step`, published with each version. The callback updates it.
         published_step (`int`, *optional*): The last version's step; `None` before the first.
         publisher ([`~deltasync.Publisher`], *optional*): The publisher; `None` before `init_weight_transfer`.
         on_policy (`bool`): Whether training waits for each version, on all replicas. The callback sets it.
-        server_url (`str`, *optional*): The server that the trainer generates on. It must serve each awaited version.
+        server_url (`str`, *optional*): The server that the trainer generates on. It must serve each awaited
+            version.
         run_ids (`set[str]`): The earlier runs of this trainer, which it may continue.
-        check_server (`Callable`, *optional*): Called once, when the first version is served; raises to refuse the server.
+        check_server (`Callable`, *optional*): Called once, when the first version is served; raises to refuse
+            the server.
         ages ([`TokenAges`]): The ages of the trained tokens.
     """
 
@@ -88,12 +93,16 @@ class DeltaWeightTransfer:
         return self._history.encoded()
 
     def bind(
-        self, model: torch.nn.Module, processing_class: Any = None, output_dir: str | None = None, optimizer: Any = None
+        self,
+        model: torch.nn.Module,
+        processing_class: Any = None,
+        output_dir: str | None = None,
+        optimizer: Any = None,
     ) -> None:
         """Set the model to publish. Anchors include its config and the files of the tokenizer or processor.
 
-        `output_dir` is where the file with the owner's id is; a schedule-free `optimizer` may hold the average in the model.
-        [`DeltaSyncCallback`] calls this when it is among the trainer's callbacks.
+        `output_dir` is where the file with the owner's id is; a schedule-free `optimizer` may hold the
+        average in the model. [`DeltaSyncCallback`] calls this when it is among the trainer's callbacks.
         """
         self._model, self._processing_class = model, processing_class
         self._output_dir, self._optimizer = output_dir, optimizer
@@ -106,19 +115,24 @@ class DeltaWeightTransfer:
             ChannelInUseError: the channel holds a run and `resume` is not set.
         """
         if self._model is None:
-            raise ConfigError("The weight transfer has no model. Pass the callback to the trainer too: callbacks=[sync].")
+            raise ConfigError(
+                "The weight transfer has no model. Pass the callback to the trainer too: callbacks=[sync]."
+            )
         if self.publisher is None and gather.is_sharded(self._model) and not gather.is_peft(self._model):
             raise ConfigError(
-                "Before training only the main process syncs weights, and it holds only shards of them. Evaluate with "
+                "Before training only the main process syncs weights, and it holds only shards of them. "
+                "Evaluate with "
                 "eval_on_start=True instead, and give the callback to the trainer's constructor."
             )
         self.open()
 
     def open(self, *, together: bool = False) -> None:
-        """Open the channel for the bound model, once. With `together`, all processes publish, each its own shards.
+        """Open the channel for the bound model, once. With `together`, all processes publish, each its own
+        shards.
 
         Raises:
-            ChannelInUseError: the channel holds a run that is neither in `run_ids` nor the owner's, and `resume` is not set.
+            ChannelInUseError: the channel holds a run that is neither in `run_ids` nor the owner's, and
+                `resume` is not set.
             StoreError: the store cannot be reached.
         """
         if self.publisher is not None:
@@ -144,12 +158,15 @@ class DeltaWeightTransfer:
             begins = f"goes on after version {newest}" if newest else "begins with version 1"
             # To stderr, because trainers do not show INFO logs.
             sys.stderr.write(
-                f"deltasync: publishing to {url}, which {begins}, with codec {self.publisher.settings.codec}. "
+                f"deltasync: publishing to {url}, which {begins}, with codec "
+                f"{self.publisher.settings.codec}. "
                 f"To see versions and replicas: deltasync watch {shlex.quote(url)}\n"
             )
 
     def begin(self, *, together: bool) -> None:
-        """Open the channel for a training, as `open`. After an earlier one of this trainer the next publish is compared."""
+        """Open the channel for a training, as `open`. After an earlier one of this trainer the next publish
+        is compared.
+        """
         publisher = self.publisher
         self.open(together=together)
         if publisher is not None:
@@ -183,8 +200,8 @@ class DeltaWeightTransfer:
     def _is_compared(self) -> bool:
         """Whether the first weights have to be those that the channel has of their step.
 
-        A trainer at step 0 has loaded no checkpoint. One that holds the average has other weights than those that gradients
-        are computed with, which the channel has.
+        A trainer at step 0 has loaded no checkpoint. One that holds the average has other weights than those
+        that gradients are computed with, which the channel has.
         """
         return self.step > 0 and not compat.holds_average(self._optimizer)
 
@@ -195,7 +212,9 @@ class DeltaWeightTransfer:
         try:
             return owner_of(Path(self._output_dir, OWNER_FILE))
         except ConfigError as error:
-            logger.warning("If this job starts again before its first checkpoint, the channel is refused. %s", error)
+            logger.warning(
+                "If this job starts again before its first checkpoint, the channel is refused. %s", error
+            )
             return None
 
     def _holds_our_run(self, owner: str | None) -> bool:
@@ -209,7 +228,8 @@ class DeltaWeightTransfer:
         """Do nothing: generation continues, and a replica switches versions on its own."""
 
     def send_weights(self, iterator: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Publish the model's weights, and upload them in the background. TRL's stream is not read: it lacks some tensors.
+        """Publish the model's weights, and upload them in the background. TRL's stream is not read: it lacks
+        some tensors.
 
         If all processes publish their shards, the others call `publish_shards` at the same time.
 
@@ -224,7 +244,9 @@ class DeltaWeightTransfer:
             self.publish(functools.partial(gather.stream_of, self._model))
 
     def publish_shards(self) -> None:
-        """Publish this process's shards, and wait like `resume`. All processes call it; if one fails, all fail."""
+        """Publish this process's shards, and wait like `resume`. All processes call it; if one fails, all
+        fail.
+        """
         assert self._model is not None and self.publisher is not None
         self.publish(functools.partial(gather.stream_of, self._model))
         self.record(ack_s=self.publisher.first(self._wait_in_pace))
@@ -245,7 +267,9 @@ class DeltaWeightTransfer:
             check()
 
     def update_served(self, count: int, update: Callable[[int], None]) -> None:
-        """Report the version that the fleet serves to TRL's rollouts, not the published one. See `Pace.report`."""
+        """Report the version that the fleet serves to TRL's rollouts, not the published one. See
+        `Pace.report`.
+        """
         if self.publisher is not None and self.published_step == self.step:  # else the sync was skipped
             self.ages.synced(self.publisher.version, count)
         pace, demanded = self._pace, self.ages.demanded
@@ -271,7 +295,9 @@ class DeltaWeightTransfer:
         try:
             receipt.wait(config.ack_timeout_s)
         except PublishTimeoutError as error:
-            raise PublishTimeoutError(f"{error} Last error of {self._store.url}: {self._store.trouble}.") from None
+            raise PublishTimeoutError(
+                f"{error} Last error of {self._store.url}: {self._store.trouble}."
+            ) from None
         run_id, published, urls = self.publisher.run_id, self.publisher.published, config.replicas or ()
         assert run_id is not None
         required = [] if self.server_url is None else [self.server_url]
@@ -279,7 +305,9 @@ class DeltaWeightTransfer:
 
         def wait(urls: Sequence[str], required: bool = False) -> None:
             left_s = max(0.0, config.ack_timeout_s - (time.perf_counter() - before))
-            heartbeat.wait_for(self._store, run_id, receipt.version, published, left_s, urls, self._heard, required)
+            heartbeat.wait_for(
+                self._store, run_id, receipt.version, published, left_s, urls, self._heard, required
+            )
 
         if required:
             wait(required, True)
@@ -300,7 +328,8 @@ class DeltaWeightTransfer:
             self._store.give_up()  # no more waits for replicas
 
     def flush(self) -> None:
-        """Wait for the uploads. After `config.ack_timeout_s` they are given up, except for a request that is under way.
+        """Wait for the uploads. After `config.ack_timeout_s` they are given up, except for a request that is
+        under way.
 
         Raises PublishError if the last version did not become visible.
         """
@@ -320,21 +349,28 @@ class DeltaWeightTransfer:
             pass  # the upload has ended
         self.publisher = None
         raise PublishError(
-            f"Version {publisher.version} is not in {self._store.url}, {self.config.ack_timeout_s:g} s after the "
+            f"Version {publisher.version} is not in {self._store.url}, {self.config.ack_timeout_s:g} s after "
+            "the "
             f"end of training, and was given up.{late} Last error: {self._store.trouble}."
         )
 
     def is_behind(self) -> bool:
-        """Whether the store is so far behind that the next version should be skipped. The same in all processes."""
+        """Whether the store is so far behind that the next version should be skipped. The same in all
+        processes.
+        """
         assert self.publisher is not None
         return self.publisher.first(self._store.is_behind)
 
     def publish(self, named_tensors: Stream, *, if_changed: bool = False) -> bool:
-        """Publish the weights of `step`; `resume` or `record` follows. Return False if `if_changed` and nothing changed."""
+        """Publish the weights of `step`; `resume` or `record` follows. Return False if `if_changed` and
+        nothing changed.
+        """
         publisher = self.publisher
         assert publisher is not None
         with torch.no_grad():
-            receipt = publisher.publish(named_tensors, self.step, self.ages.of_version(), if_changed=if_changed)
+            receipt = publisher.publish(
+                named_tensors, self.step, self.ages.of_version(), if_changed=if_changed
+            )
         if receipt is self._published:
             return False
         self._receipt = self._published = receipt
@@ -358,5 +394,7 @@ class DeltaWeightTransfer:
         if self._pace is not None and self._pace.served is not None:
             metrics["delta_sync/served_version"] = self._pace.served
         if self.publisher is not None and self.publisher.run_id is not None:
-            metrics |= self._fleet.metrics(self.publisher.run_id, self.publisher.version, self.publisher.published)
+            metrics |= self._fleet.metrics(
+                self.publisher.run_id, self.publisher.version, self.publisher.published
+            )
         return metrics

@@ -1,12 +1,14 @@
 """deltasync inside vLLM.
 
-    DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
+    DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls
+    vllm_plugin.DeltaSyncWorkerExtension
 
-The server then follows the channel, reports under /deltasync/ and /metrics, and keeps its caches apart by version.
-Without DELTASYNC_CHANNEL nothing in vLLM is changed. Two other ways, for other purposes:
+The server then follows the channel, reports under /deltasync/ and /metrics, and keeps its caches apart by
+version. Without DELTASYNC_CHANNEL nothing in vLLM is changed. Two other ways, for other purposes:
 
     DELTASYNC_ADAPTER=policy                               load the channel's adapter as runtime LoRA
-    --weight-transfer-config '{"backend": "deltasync"}'    let a trainer push through vLLM's own weight-transfer routes
+    --weight-transfer-config '{"backend": "deltasync"}'    let a trainer push through vLLM's own
+    weight-transfer routes
 """
 
 from __future__ import annotations
@@ -37,13 +39,16 @@ _LOADED_BY_DEFAULT = ("general", "io_processor", "platform", "stat_logger")
 
 
 def register() -> None:
-    """Prepare this process for following. vLLM's general-plugin hook: called in every process before the model is loaded.
+    """Prepare this process for following. vLLM's general-plugin hook: called in every process before the
+    model is loaded.
 
-    May be called more than once. A server that cannot be prepared starts without following, and says so. Where deltasync is
-    not configured, it only names the weight-transfer backend to vLLM, which imports it when it is chosen.
+    May be called more than once. A server that cannot be prepared starts without following, and says so.
+    Where deltasync is not configured, it only names the weight-transfer backend to vLLM, which imports it
+    when it is chosen.
 
     Raises:
-        ConfigError: a variable is misspelt or cannot be used. A command of vLLM's ends with this sentence instead.
+        ConfigError: a variable is misspelt or cannot be used. A command of vLLM's ends with this sentence
+            instead.
     """
     from deltasync.serve import startup
 
@@ -63,14 +68,17 @@ def _register() -> None:
     follows = startup.is_to_follow(alone=startup.is_command("vllm"))
     if not follows and startup.runs_extension(sys.argv, EXTENSION):
         raise ConfigError(
-            f"{startup.CHANNEL} is not set, but this command names {EXTENSION}: such a server would serve the weights that "
+            f"{startup.CHANNEL} is not set, but this command names {EXTENSION}: such a server would serve "
+            "the weights that "
             "it loads for ever. Set it to the channel's URL, or leave the extension out."
         )
     import vllm
     from vllm.distributed import weight_transfer
 
     with contextlib.suppress(ValueError):  # registered already
-        weight_transfer.WeightTransferEngineFactory.register_engine("deltasync", "vllm_plugin.backend", "DeltaSyncEngine")
+        weight_transfer.WeightTransferEngineFactory.register_engine(
+            "deltasync", "vllm_plugin.backend", "DeltaSyncEngine"
+        )
         weight_transfer.WeightTransferTrainerFactory.register_engine(
             "deltasync", "vllm_plugin.trainer_side", "DeltaSyncTrainerEngine"
         )
@@ -94,20 +102,25 @@ def _register() -> None:
 def opt_in(environ: MutableMapping[str, str]) -> None:
     """Set VLLM_PLUGINS in this environment, unless it is set, so that vLLM loads our endpoint plugin.
 
-    vLLM loads endpoint plugins only if VLLM_PLUGINS names them. The other plugins that it loads by default are named too.
-    Processes that this one starts inherit the variable.
+    vLLM loads endpoint plugins only if VLLM_PLUGINS names them. The other plugins that it loads by default
+    are named too. Processes that this one starts inherit the variable.
     """
     if "VLLM_PLUGINS" not in environ:
-        names = {plugin.name for kind in _LOADED_BY_DEFAULT for plugin in entry_points(group=f"vllm.{kind}_plugins")}
+        names = {
+            plugin.name
+            for kind in _LOADED_BY_DEFAULT
+            for plugin in entry_points(group=f"vllm.{kind}_plugins")
+        }
         environ["VLLM_PLUGINS"] = ",".join(sorted(names | {"deltasync"}))
 
 
 def _refuse_unfollowed() -> None:
-    """Make vLLM's engines refuse requests for the reason that their `deltasync_refusal` returns, None if there is none.
+    """Make vLLM's engines refuse requests for the reason that their `deltasync_refusal` returns, None if
+    there is none.
 
-    At first it is that nothing follows. The follow loop comes with vLLM's endpoint plugins, of which an application that
-    makes an `AsyncLLM` by itself may load none, as Ray Serve LLM does by default; or with `follow`, for an `LLM`. Without it
-    the engine would serve the weights it started with for ever.
+    At first it is that nothing follows. The follow loop comes with vLLM's endpoint plugins, of which an
+    application that makes an `AsyncLLM` by itself may load none, as Ray Serve LLM does by default; or with
+    `follow`, for an `LLM`. Without it the engine would serve the weights it started with for ever.
     """
     from vllm.v1.engine.async_llm import AsyncLLM
     from vllm.v1.engine.llm_engine import LLMEngine
@@ -123,12 +136,15 @@ def _refuse_unfollowed() -> None:
     _refuse(
         LLMEngine,
         ("add_request",),
-        "nothing has called vllm_plugin.follow(llm, URL). Do so before it generates, or leave DELTASYNC_CHANNEL out.",
+        "nothing has called vllm_plugin.follow(llm, URL). Do so before it generates, or leave "
+        "DELTASYNC_CHANNEL out.",
     )
 
 
 def _refuse(engine_class: Any, methods: tuple[str, ...], why: str) -> None:
-    """Have methods of an engine raise ConfigError where its `deltasync_refusal` returns a reason, at first that of `why`."""
+    """Have methods of an engine raise ConfigError where its `deltasync_refusal` returns a reason, at first
+    that of `why`.
+    """
     from deltasync.serve.engine import around
     from vllm_plugin.engine import is_pushed
 

@@ -1,10 +1,11 @@
 """Following a channel that holds an adapter: vLLM's runtime LoRA loads each version under a name of its own.
 
-    next chain -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME now means it too
+    next chain -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME
+    now means it too
 
-A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the versions apart. The
-last versions can be requested by name. Older ones are unloaded once no request uses them. An adapter of another base model
-than the one that vLLM has loaded is refused.
+A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the
+versions apart. The last versions can be requested by name. Older ones are unloaded once no request uses them.
+An adapter of another base model than the one that vLLM has loaded is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ class AdapterTarget(MemoryTarget):
 
     version: VersionId | None = None
 
-    def __init__(self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, models: Any, run: OnLoop) -> None:
+    def __init__(
+        self, engine: Any, reader: ChannelReader, settings: ReplicaSettings, models: Any, run: OnLoop
+    ) -> None:
         assert settings.adapter is not None
         if models.is_base_model(settings.adapter):
             raise ConfigError(f"The adapter cannot be named {settings.adapter}, as a model that vLLM serves.")
@@ -81,7 +84,8 @@ class AdapterTarget(MemoryTarget):
         self._refusals: dict[bytes | None, str | None] = {}  # of each base that the channel named
         self._names: OrderedDict[int, str] = OrderedDict()
         self._root = tempfile.TemporaryDirectory(prefix="deltasync-adapter-")
-        self._retired: dict[str, float] = {}  # when each version that is not served by name any more was last in use
+        # when each version that is not served by name any more was last in use
+        self._retired: dict[str, float] = {}
 
     @property
     def models(self) -> list[str]:
@@ -104,9 +108,13 @@ class AdapterTarget(MemoryTarget):
             raise SleepingError("vLLM sleeps. No adapter is loaded until it wakes up.")
 
     def settle(self) -> None:
-        """Bring the host memory back to the version that vLLM has loaded, from the file that it was loaded from."""
+        """Bring the host memory back to the version that vLLM has loaded, from the file that it was loaded
+        from.
+        """
         if self._last is not None:
-            for name, tensor in load_file(self._folder(self._versioned(self._last.version)) / _WEIGHTS).items():
+            for name, tensor in load_file(
+                self._folder(self._versioned(self._last.version)) / _WEIGHTS
+            ).items():
                 bits_of(self.tensors[name])[:] = bits_of(tensor)
         self._opened.identified(self._last)
         super().settle()
@@ -119,7 +127,8 @@ class AdapterTarget(MemoryTarget):
             found = self._model_file(chain[0], _CONFIG)
             if found is None:
                 raise ConfigError(
-                    f"{self.reader.store.url} holds no {_CONFIG}, so it is not the channel of an adapter. Publish with "
+                    f"{self.reader.store.url} holds no {_CONFIG}, so it is not the channel of an adapter. "
+                    "Publish with "
                     "adapter_only=True, or start the server without --adapter."
                 )
             config, base = found, self._model_file(chain[0], adapter_base.FILE)
@@ -131,14 +140,17 @@ class AdapterTarget(MemoryTarget):
         return super().stage(chain)
 
     def _refusal(self, base: bytes | None) -> str | None:
-        """Return why the adapter of this base model cannot be served over what vLLM has loaded, or None if it can.
+        """Return why the adapter of this base model cannot be served over what vLLM has loaded, or None if it
+        can.
 
         A warning says what cannot be compared.
         """
         url, config = self.reader.store.url, self._engine.vllm_config.model_config
         if base is None:
             logger.warning(
-                "%s does not say which base model its adapter was trained on; %s is taken for it.", url, config.model
+                "%s does not say which base model its adapter was trained on; %s is taken for it.",
+                url,
+                config.model,
             )
             return None
         trained_on = AdapterBase.decode(base)
@@ -147,16 +159,21 @@ class AdapterTarget(MemoryTarget):
             served = load(find(f"{config.model}@{config.revision}" if is_on_hub else config.model))
             different, unknown = trained_on.compare(served)
         except (ConfigError, CorruptDataError) as error:
-            logger.warning("The base model of the adapter, %s, cannot be compared: %s", trained_on.name, error)
+            logger.warning(
+                "The base model of the adapter, %s, cannot be compared: %s", trained_on.name, error
+            )
             return None
         if different:
             return (
-                f"The adapter of {url} was trained on {trained_on.name or 'another model'}, and {config.model}, which is "
-                f"served here, has other weights: {first_five(different)}. Serve the model that it was trained on."
+                f"The adapter of {url} was trained on {trained_on.name or 'another model'}, and "
+                f"{config.model}, which is "
+                f"served here, has other weights: {first_five(different)}. Serve the model that it was "
+                "trained on."
             )
         if unknown:
             logger.warning(
-                "%d of %d tensors of the adapter's base model were not compared, as they have other names or are quantized "
+                "%d of %d tensors of the adapter's base model were not compared, as they have other names or "
+                "are quantized "
                 "in %s: %s.",
                 *(len(unknown), len(trained_on.tensors), config.model, first_five(unknown)),
             )
@@ -167,7 +184,11 @@ class AdapterTarget(MemoryTarget):
         anchor = stored.record.anchor
         assert anchor is not None
         try:
-            found = (self.reader.fetch(file) for file in anchor.model_files if file.key == f"{anchor.directory}/{name}")
+            found = (
+                self.reader.fetch(file)
+                for file in anchor.model_files
+                if file.key == f"{anchor.directory}/{name}"
+            )
             return next(found, None)
         except (CorruptDataError, MissingVersionError) as error:
             error.key = stored.key
@@ -182,7 +203,11 @@ class AdapterTarget(MemoryTarget):
         written_s = time.perf_counter()
         self._run(self._load(name))
         self.version, self._last, self._config = last.version, last, config
-        stage_s, reload_s, tokens = written_s - begun_s, time.perf_counter() - written_s, generated_tokens() - tokens_before
+        stage_s, reload_s, tokens = (
+            written_s - begun_s,
+            time.perf_counter() - written_s,
+            generated_tokens() - tokens_before,
+        )
         measured = {"stage_s": stage_s, "pause_s": 0.0, "reload_s": reload_s, "tokens_during_sync": tokens}
         return msgspec.structs.replace(done, running_requests=running, **measured)
 
@@ -203,12 +228,18 @@ class AdapterTarget(MemoryTarget):
         (folder / _CONFIG).write_bytes(config)
         save_file(self.tensors, folder / _WEIGHTS, {"format": "pt"})
         tensors = load_file(folder / _WEIGHTS)
-        written = {name: native.fingerprint(tensor_key(name), bits_of(tensor)) for name, tensor in tensors.items()}
+        written = {
+            name: native.fingerprint(tensor_key(name), bits_of(tensor)) for name, tensor in tensors.items()
+        }
         if written != self._opened.memory.fingerprints:
-            raise ApplyError(f"{folder} does not hold the bits of version {self._opened.version} that were written.")
+            raise ApplyError(
+                f"{folder} does not hold the bits of version {self._opened.version} that were written."
+            )
 
     async def _retire(self) -> None:
-        """Unload versions older than those that are kept, and remove their directories, once no request uses them."""
+        """Unload versions older than those that are kept, and remove their directories, once no request uses
+        them.
+        """
         used = {state.lora_name for state in self._engine.output_processor.request_states.values()}
         for name in [name for name in self.served[:-KEPT] if name not in used]:
             await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))

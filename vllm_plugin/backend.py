@@ -7,9 +7,9 @@
     POST /update_weights                 {"update_info": {"version": 7}}
     POST /finish_weight_update           {"weight_version": "7"}
 
-vLLM calls each of these on all workers of an engine at once, between two steps. In `update_weights` the first worker runs
-the follow loop, and reaches the others through a collective that they wait in, instead of RPCs. Start and finish do nothing:
-weights are patched in place, without vLLM's layerwise reload.
+vLLM calls each of these on all workers of an engine at once, between two steps. In `update_weights` the first
+worker runs the follow loop, and reaches the others through a collective that they wait in, instead of RPCs.
+Start and finish do nothing: weights are patched in place, without vLLM's layerwise reload.
 """
 
 from __future__ import annotations
@@ -22,7 +22,11 @@ from typing import Any
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
-from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
 from vllm.v1.outputs import AsyncModelRunnerOutput
 
 from deltasync.config import ReplicaSettings
@@ -37,7 +41,9 @@ from vllm_plugin.worker import DeltaSyncWorkerExtension
 
 @dataclasses.dataclass
 class InitInfo(WeightTransferInitInfo):
-    """`init_info`: the channel's URL, by default `DELTASYNC_CHANNEL`. Another one must be in `allowed_channels`."""
+    """`init_info`: the channel's URL, by default `DELTASYNC_CHANNEL`. Another one must be in
+    `allowed_channels`.
+    """
 
     channel: str | None = None
 
@@ -50,14 +56,16 @@ class UpdateInfo(WeightTransferUpdateInfo):
 
     def __post_init__(self) -> None:
         if self.version is not None and (type(self.version) is not int or self.version < 1):
-            raise ConfigError(f"version must be a whole number from 1, or null for the newest, not {self.version!r}.")
+            raise ConfigError(
+                f"version must be a whole number from 1, or null for the newest, not {self.version!r}."
+            )
 
 
 class _SilentError(RuntimeError, AsyncModelRunnerOutput):
     """An error in a worker that must seem to succeed: vLLM takes what `get_output` returns for the reply.
 
-    vLLM reads its workers' replies in order up to the first error, and takes those left for replies to its later calls
-    (vllm-project/vllm#57846). So only the last worker may raise.
+    vLLM reads its workers' replies in order up to the first error, and takes those left for replies to its
+    later calls (vllm-project/vllm#57846). So only the last worker may raise.
     """
 
     def get_output(self) -> Any:
@@ -84,8 +92,8 @@ class DeltaSyncEngine(WeightTransferEngine):
     """Implements `vllm.distributed.weight_transfer.base.WeightTransferEngine` in one worker.
 
     Raises:
-        ConfigError: nothing can follow with this configuration (`compat.refusal`); or the engine shares its experts with
-            other data-parallel engines, or may sleep, which nobody would notice.
+        ConfigError: nothing can follow with this configuration (`compat.refusal`); or the engine shares its
+            experts with other data-parallel engines, or may sleep, which nobody would notice.
     """
 
     init_info_cls = InitInfo
@@ -99,12 +107,18 @@ class DeltaSyncEngine(WeightTransferEngine):
             raise ConfigError(reason)
         self.group = get_world_group()
         if self.group.world_size != vllm_config.parallel_config.world_size:
-            raise ConfigError("The backend 'deltasync' does not span data-parallel engines: let the server follow instead.")
+            raise ConfigError(
+                "The backend 'deltasync' does not span data-parallel engines: let the server follow instead."
+            )
         if vllm_config.model_config.enable_sleep_mode:
-            raise ConfigError("The backend 'deltasync' is not told when vLLM sleeps: let the server follow instead.")
+            raise ConfigError(
+                "The backend 'deltasync' is not told when vLLM sleeps: let the server follow instead."
+            )
         self._worker = DeltaSyncWorkerExtension()
         self._worker.model_runner = SimpleNamespace(
-            get_model=lambda: model, load_config=vllm_config.load_config, model_config=vllm_config.model_config
+            get_model=lambda: model,
+            load_config=vllm_config.load_config,
+            model_config=vllm_config.model_config,
         )
         self._follow: Follow | None = None  # of the first worker only
         self._channel: str | None = None
@@ -119,7 +133,8 @@ class DeltaSyncEngine(WeightTransferEngine):
         """Choose the channel. It may still be empty: the first update opens it.
 
         Raises:
-            ConfigError: no channel is named, callers may not name this one, or another one is followed already.
+            ConfigError: no channel is named, callers may not name this one, or another one is followed
+                already.
         """
         self._together(lambda: self._choose(init_info.channel))
 
@@ -128,7 +143,9 @@ class DeltaSyncEngine(WeightTransferEngine):
 
     @_reported_once
     def update_weights(self, update_info: dict[str, Any]) -> None:
-        """Stage and commit a version on all workers. If that fails, the version before is still live: ApplyError."""
+        """Stage and commit a version on all workers. If that fails, the version before is still live:
+        ApplyError.
+        """
         self.receive_weights(self.parse_update_info(update_info))
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
@@ -144,7 +161,9 @@ class DeltaSyncEngine(WeightTransferEngine):
     def _choose(self, channel: str | None) -> None:
         settings = ReplicaSettings.from_env().with_called_channel(channel)
         if settings.channel is None:
-            raise ConfigError('No channel is named: set DELTASYNC_CHANNEL, or send {"init_info": {"channel": URL}}.')
+            raise ConfigError(
+                'No channel is named: set DELTASYNC_CHANNEL, or send {"init_info": {"channel": URL}}.'
+            )
         if self._follow is not None and self._channel == settings.channel:
             return
         if self._follow is not None and self._follow.version is not None:
@@ -159,7 +178,9 @@ class DeltaSyncEngine(WeightTransferEngine):
         self._follow.catch_up(version)
 
     def _together(self, lead: Callable[[], None]) -> None:
-        """Run `lead` on the first worker while the others serve its calls. If it fails, all raise its error."""
+        """Run `lead` on the first worker while the others serve its calls. If it fails, all raise its
+        error.
+        """
         if self.group.is_first_rank:
             outcome = answer(lead)
             self._broadcast(None, outcome)
@@ -174,7 +195,9 @@ class DeltaSyncEngine(WeightTransferEngine):
             raise failure.error()
 
     def _call(self, method: str, *arguments: object) -> list[Answer]:
-        """Call a method of every worker's extension, from the first. Returns the replies in the order of their ranks."""
+        """Call a method of every worker's extension, from the first. Returns the replies in the order of
+        their ranks.
+        """
         self._broadcast(method, *arguments)
         return self._do(method, *arguments)
 

@@ -1,8 +1,9 @@
-"""The list of all that deltasync uses of vLLM beyond its documented interfaces, and the configurations that it refuses.
+"""The list of all that deltasync uses of vLLM beyond its documented interfaces, and the configurations that
+it refuses.
 
-Every entry is looked up when a server starts. If one is missing or takes other arguments, or if deltasync was not run with
-this version of vLLM, the server starts with the weights that it loaded, says so in one sentence, and does not follow.
-`make check-vllm` looks the entries up in the source of a vLLM that cannot run here.
+Every entry is looked up when a server starts. If one is missing or takes other arguments, or if deltasync was
+not run with this version of vLLM, the server starts with the weights that it loaded, says so in one sentence,
+and does not follow. `make check-vllm` looks the entries up in the source of a vLLM that cannot run here.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ class Use:
     Attributes:
         module: The module that defines it.
         name: Its dotted name within the module.
-        arguments: Names of a function's first parameters after `self`, in order; None if it is not a function.
+        arguments: Names of a function's first parameters after `self`, in order; None if it is not a
+            function.
         since: The first minor version that has it.
-        source_only: Checked in sources, not at start: only instances have it, or it is in another device's build.
+        source_only: Checked in sources, not at start: only instances have it, or it is in another device's
+            build.
     """
 
     module: str
@@ -37,11 +40,16 @@ class Use:
     source_only: bool = False
 
     def __str__(self) -> str:
-        return f"{self.module}.{self.name}" + ("" if self.arguments is None else f"({', '.join(self.arguments)})")
+        return f"{self.module}.{self.name}" + (
+            "" if self.arguments is None else f"({', '.join(self.arguments)})"
+        )
 
 
 _CORE, _CLIENT, _ASYNC = "vllm.v1.engine.core", "vllm.v1.engine.core_client", "vllm.v1.engine.async_llm"
-_LOADER, _OFFLOADING = "vllm.model_executor.model_loader", "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+_LOADER, _OFFLOADING = (
+    "vllm.model_executor.model_loader",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading",
+)
 _RELOAD, _MODELS = f"{_LOADER}.reload", "vllm.entrypoints.openai.models.serving"
 
 _MODEL = "vllm_config", "executor_class", "log_stats"
@@ -59,7 +67,11 @@ USES = (
     Use(_CORE, "EngineCore.reset_prefix_cache", ("reset_running_requests", "reset_connector")),
     Use(_CORE, "EngineCore.reset_encoder_cache", ()),
     Use("vllm.multimodal.inputs", "MultiModalFeatureSpec"),
-    Use("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager.check_and_update_cache", ("request", "input_id")),
+    Use(
+        "vllm.v1.core.encoder_cache_manager",
+        "EncoderCacheManager.check_and_update_cache",
+        ("request", "input_id"),
+    ),
     Use("vllm.v1.core.encoder_cache_manager", "EncoderCacheManager.free", ("request",)),
     Use("vllm.multimodal.utils", "strip_covered_mm_data", ("mm_features", "num_computed_tokens")),
     Use("vllm.v1.core.kv_cache_manager", "KVCacheManager.prefix_cache_lookup_enabled", ("request",)),
@@ -95,7 +107,12 @@ USES = (
         for name in ("load_model", "execute_model", "reload_weights", "update_weights", "sleep", "wake_up")
     ),
     Use("vllm.v1.worker.gpu_worker", "Worker.compile_or_warm_up_model", (), source_only=True),
-    Use("vllm.v1.attention.backend", "AttentionImplBase.process_weights_after_loading", ("act_dtype",), source_only=True),
+    Use(
+        "vllm.v1.attention.backend",
+        "AttentionImplBase.process_weights_after_loading",
+        ("act_dtype",),
+        source_only=True,
+    ),
     Use(_LOADER, "get_model_loader", ("load_config",)),
     Use(f"{_LOADER}.default_loader", "DefaultModelLoader.get_all_weights", ("model_config", "model")),
     Use(f"{_RELOAD}.layerwise", "initialize_layerwise_reload", ("model",)),
@@ -132,22 +149,29 @@ USES = (
 
 
 def unsuited(version: str) -> str | None:
-    """Return why deltasync does not follow with the imported vLLM of this version, in one sentence, or None if it does."""
+    """Return why deltasync does not follow with the imported vLLM of this version, in one sentence, or None
+    if it does.
+    """
     return outside(version) or changed(version)
 
 
 def outside(version: str) -> str | None:
-    """Return why deltasync does not follow with this version of vLLM, in one sentence, or None if it was run with it."""
+    """Return why deltasync does not follow with this version of vLLM, in one sentence, or None if it was run
+    with it.
+    """
     if minor_of(version) in VERSIONS:
         return None
     return (
-        f"deltasync was run with vLLM {VERSIONS[0]} to {VERSIONS[-1]}, not with {version}: install one of these, or a newer "
+        f"deltasync was run with vLLM {VERSIONS[0]} to {VERSIONS[-1]}, not with {version}: install one of "
+        "these, or a newer "
         "deltasync."
     )
 
 
 def changed(version: str) -> str | None:
-    """Return what the imported vLLM of this version lacks, in one sentence, or None if it has all of `USES`."""
+    """Return what the imported vLLM of this version lacks, in one sentence, or None if it has all of
+    `USES`.
+    """
     wrong = missing([use for use in USES if not use.source_only], minor_of(version), _live_arguments)
     more = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
     return f"vLLM {version} is not as deltasync knows it: {wrong[0]} has changed{more}." if wrong else None
@@ -158,8 +182,12 @@ def minor_of(version: str) -> str:
     return ".".join(version.split(".")[:2])
 
 
-def missing(uses: Sequence[Use], minor: str, arguments_of: Callable[[Use], Sequence[str] | None]) -> list[Use]:
-    """Return the uses that this minor version lacks. `arguments_of` lists parameters, and raises for what is missing."""
+def missing(
+    uses: Sequence[Use], minor: str, arguments_of: Callable[[Use], Sequence[str] | None]
+) -> list[Use]:
+    """Return the uses that this minor version lacks. `arguments_of` lists parameters, and raises for what is
+    missing.
+    """
     wrong = []
     for use in uses:
         if VERSIONS.index(use.since) > VERSIONS.index(minor):
@@ -193,7 +221,8 @@ def unextended(vllm_config: Any) -> str | None:
     if issubclass(pkgutil.resolve_name(name), DeltaSyncWorkerExtension):
         return None
     return (
-        f"vLLM was started with --worker-extension-cls {name}, not with vllm_plugin.DeltaSyncWorkerExtension: use that, or "
+        f"vLLM was started with --worker-extension-cls {name}, not with "
+        "vllm_plugin.DeltaSyncWorkerExtension: use that, or "
         "a class with both as its bases."
     )
 
@@ -201,7 +230,8 @@ def unextended(vllm_config: Any) -> str | None:
 KEYED = frozenset({"OffloadingConnector"})
 """Connectors that keep blocks by their hash, so that salts keep versions apart. Others were not run."""
 
-# Caches that no salt keeps apart by version: their place in the configuration, what they keep, and the option.
+# Caches that no salt keeps apart by version: their place in the configuration, what they keep, and the
+# option.
 _CACHES = (
     ("kv_transfer_config", "kv_connector", "keys", "--kv-transfer-config and --kv-offloading-size"),
     ("ec_transfer_config", "ec_connector", "encoder outputs", "EC transfer"),
@@ -220,13 +250,21 @@ def refusal(vllm_config: Any, keyed: Set[str] = KEYED) -> str | None:
         cache = getattr(getattr(vllm_config, config, None), name, None)
         if cache is not None and cache not in keyed:
             return f"{cache} may hand requests {what} that other weights computed: leave {option} out."
-    if getattr(getattr(vllm_config, "speculative_config", None), "draft_lm_head_quantization", None) is not None:
+    if (
+        getattr(getattr(vllm_config, "speculative_config", None), "draft_lm_head_quantization", None)
+        is not None
+    ):
         return (
-            "draft_lm_head_quantization keeps a copy of lm_head for the drafter, which deltas do not reach: leave it out of "
+            "draft_lm_head_quantization keeps a copy of lm_head for the drafter, which deltas do not reach: "
+            "leave it out of "
             "--speculative-config."
         )
     parallel = vllm_config.parallel_config
-    if getattr(parallel, "is_moe_model", False) and parallel.data_parallel_size > 1 and parallel.local_engines_only:
+    if (
+        getattr(parallel, "is_moe_model", False)
+        and parallel.data_parallel_size > 1
+        and parallel.local_engines_only
+    ):
         return (
             "Servers that share experts would take a version at different times: start them as one, without "
             "--data-parallel-rank, --data-parallel-start-rank and load balancing between them."
@@ -241,7 +279,8 @@ def refusal(vllm_config: Any, keyed: Set[str] = KEYED) -> str | None:
         return "Prefetch offloading refills weights from copies that deltas do not reach: use --cpu-offload-gb, or neither."
     if load.load_format == "ipc_cache" and (load.model_loader_extra_config or {}).get("mode") != "copy":
         return (
-            "--load-format ipc_cache shares the weights with other processes, which deltas would change too: add "
+            "--load-format ipc_cache shares the weights with other processes, which deltas would change too: "
+            "add "
             '--model-loader-extra-config \'{"mode": "copy"}\'.'
         )
     return None

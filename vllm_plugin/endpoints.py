@@ -6,8 +6,8 @@ GET  /deltasync/                 a live page for people
 POST /request_weight_update      as /receive_weight_update, under the name in PipelineRL's paper
 POST /init_process_group         does nothing, because weights come through the channel
 
-Replies get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). If deltasync cannot follow
-with this vLLM or its options, the routes say why.
+Replies get the headers `x-deltasync-versions` and `x-deltasync-spans` (`vllm_plugin.versions`). If deltasync
+cannot follow with this vLLM or its options, the routes say why.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Reason(msgspec.Struct):
 
 
 class ServerStatus(Status, kw_only=True):
-    """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests may use, and
-    `draft` says what becomes of the model that drafts tokens.
+    """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests
+    may use, and `draft` says what becomes of the model that drafts tokens.
     """
 
     kv_cache: str | None = None
@@ -74,7 +74,9 @@ describe(ServerStatus)
 
 
 def _rank(args: Namespace) -> int | None:
-    """Return this engine's rank among those that share a port: in data parallelism, or as a replica of Ray Serve."""
+    """Return this engine's rank among those that share a port: in data parallelism, or as a replica of Ray
+    Serve.
+    """
     if serve := sys.modules.get("ray.serve"):
         with contextlib.suppress(serve.exceptions.RayServeException):  # not in a replica
             return int(serve.get_replica_context().rank.local_rank)
@@ -100,7 +102,8 @@ class DeltaSyncEndpoints(Routes):
         self._live = LiveVersions()
         self._closed = until_ready(lambda: None if self._live.was_ready else self._not_ready())
         self._ticking: asyncio.Task[None] | None = None
-        self._unready: str | None = "This server serves no version yet."  # of the server that leads, if that is another
+        # of the server that leads, if that is another
+        self._unready: str | None = "This server serves no version yet."
         self._engine: Any = None
         self._models: Any = None
 
@@ -112,7 +115,9 @@ class DeltaSyncEndpoints(Routes):
             return HTMLResponse(page, headers=_PAGE_HEADERS)
 
         async def init_process_group() -> Response:
-            return as_json({"status": "ok", "detail": "No process group is needed: weights come through the channel."})
+            return as_json(
+                {"status": "ok", "detail": "No process group is needed: weights come through the channel."}
+            )
 
         own: list[tuple[str, str, Callable[..., Any]]] = [
             ("/deltasync/", "GET", show),
@@ -177,7 +182,9 @@ class DeltaSyncEndpoints(Routes):
             self._refused = f"deltasync could not start: {type(error).__name__}: {error}"
         if self._refused:
             self._metrics.following.set(0)
-            logger.error("This server does not follow %s. %s", redacted(self.settings.channel or ""), self._refused)
+            logger.error(
+                "This server does not follow %s. %s", redacted(self.settings.channel or ""), self._refused
+            )
 
     def _note_address(self, args: Namespace) -> None:
         """Note whether only this machine reaches the server, and warn if others do without a token."""
@@ -185,7 +192,8 @@ class DeltaSyncEndpoints(Routes):
         self.only_loopback = without_token and is_loopback(host)
         if without_token and not self.only_loopback and not getattr(args, "uds", None):
             logger.warning(
-                "This server listens on %s without DELTASYNC_HTTP_TOKEN: whoever reaches it may use /deltasync/*. "
+                "This server listens on %s without DELTASYNC_HTTP_TOKEN: whoever reaches it may use "
+                "/deltasync/*. "
                 "Set one, or --host 127.0.0.1.",
                 host or "all addresses",
             )
@@ -202,8 +210,15 @@ class DeltaSyncEndpoints(Routes):
         if self.settings.adapter is not None:
             if _several(engine):
                 return "Adapters are loaded into one API server: start vLLM with --api-server-count 1."
-            return None if args.enable_lora else "DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora."
-        if self.settings.kv_cache == "recompute" and getattr(engine.vllm_config, "kv_transfer_config", None) is not None:
+            return (
+                None
+                if args.enable_lora
+                else "DELTASYNC_ADAPTER is set, but vLLM was started without --enable-lora."
+            )
+        if (
+            self.settings.kv_cache == "recompute"
+            and getattr(engine.vllm_config, "kv_transfer_config", None) is not None
+        ):
             return "vLLM cannot recompute keys that a connector is loading: use DELTASYNC_KV_CACHE=keep, or no connector."
         if (reason := compat.unextended(engine.vllm_config)) is not None:
             return reason
@@ -224,7 +239,9 @@ class DeltaSyncEndpoints(Routes):
             else:
                 for name in SWITCHED if self._servers is not None else ():
                     delattr(engine, name)
-                pauses = self._pauses = Pauses(engine, run, self._live, recomputes=self.settings.kv_cache == "recompute")
+                pauses = self._pauses = Pauses(
+                    engine, run, self._live, recomputes=self.settings.kv_cache == "recompute"
+                )
                 follow = open_follow(pauses, self.settings, self._metrics)
                 pauses.on_use = follow.poke
                 await pauses.guard()
@@ -238,7 +255,9 @@ class DeltaSyncEndpoints(Routes):
         self._ask = None
 
     async def _tick(self) -> None:
-        """Keep the metrics true while a step hangs; or see whether the server that leads is ready, and is there."""
+        """Keep the metrics true while a step hangs; or see whether the server that leads is ready, and is
+        there.
+        """
         while True:
             with contextlib.suppress(Exception):  # asked again soon
                 if self._follow is not None:
@@ -294,7 +313,9 @@ class DeltaSyncEndpoints(Routes):
         settings = self.settings
         if self._follow is None and settings.channel is not None:
             channel = redacted(settings.channel)
-            return ServerStatus(replica_id=settings.replica_id, channel=channel, state="refused", error=self._refused)
+            return ServerStatus(
+                replica_id=settings.replica_id, channel=channel, state="refused", error=self._refused
+            )
         follow, target = self.follow(), self.follow().target
         found = ServerStatus(**msgspec.structs.asdict(follow.status(commits)), kv_cache=settings.kv_cache)
         found.logprobs_mode = self._engine.vllm_config.model_config.logprobs_mode
@@ -302,7 +323,9 @@ class DeltaSyncEndpoints(Routes):
             found.adapters = getattr(target, "models", [])
         elif target.is_open:
             found.reloaded_tensors, reasons = len(target.reloaded), target.by_reason().items()
-            found.reloaded = [Reason(printable(why), len(names), printable(names[0])) for why, names in reasons]
+            found.reloaded = [
+                Reason(printable(why), len(names), printable(names[0])) for why, names in reasons
+            ]
             found.patched_tensors, found.draft = target.patched_count, target.draft
         return found
 

@@ -34,7 +34,8 @@ class Exchanged(NamedTuple):
 def exchange_here(
     core: Any, call: Sequence[Any], name: str | None, recomputes: bool, resumes: bool | None
 ) -> Exchanged | Future[Exchanged]:
-    """In an engine's process: pause, and once its last step has ended, make a call of all workers, announce, resume.
+    """In an engine's process: pause, and once its last step has ended, make a call of all workers, announce,
+    resume.
 
     Args:
         core: vLLM's `EngineCore`.
@@ -78,7 +79,8 @@ def exchange_here(
 def _wake(core: Any) -> None:
     """Let the engine's loop look for work again.
 
-    The loop waits for a request of a client once its idle callbacks have run, and one of them has just resumed it.
+    The loop waits for a request of a client once its idle callbacks have run, and one of them has just
+    resumed it.
     """
     requests = getattr(core, "input_queue", None)  # an engine in the client's process has none
     if requests is not None:
@@ -86,9 +88,11 @@ def _wake(core: Any) -> None:
 
 
 def lead(core: Any, number: int | None = None, ended: int | None = None) -> tuple[str, int | None]:
-    """In an engine's process: return the folder that its API servers share, and the number of the one that leads.
+    """In an engine's process: return the folder that its API servers share, and the number of the one that
+    leads.
 
-    A server that gives its `number` leads from now on if none does, or if the one that leads is known to have `ended`.
+    A server that gives its `number` leads from now on if none does, or if the one that leads is known to have
+    `ended`.
     """
     if not hasattr(core, "deltasync_folder"):
         core.deltasync_folder, core.deltasync_leader = tempfile.TemporaryDirectory(prefix="deltasync-"), None
@@ -100,7 +104,9 @@ def lead(core: Any, number: int | None = None, ended: int | None = None) -> tupl
 
 
 def install() -> None:
-    """Add the calls below to engines of this process. Call before the first is made. A second call does nothing."""
+    """Add the calls below to engines of this process. Call before the first is made. A second call does
+    nothing.
+    """
     from vllm.v1.engine import EngineCoreRequestType
     from vllm.v1.engine.core import EngineCore
 
@@ -108,7 +114,9 @@ def install() -> None:
         return
 
     def guard(self: Any) -> bool:
-        """Stay paused after sleep from now on. Returns whether a commit that nobody has ended keeps this engine paused."""
+        """Stay paused after sleep from now on. Returns whether a commit that nobody has ended keeps this
+        engine paused.
+        """
         self.deltasync_guarded = True
         return bool(self.deltasync_paused)
 
@@ -126,7 +134,9 @@ def install() -> None:
         return awake
 
     def recompute(self: Any) -> None:
-        """As vLLM does in a pause that clears its caches, but for that of inputs, which no weights have made."""
+        """As vLLM does in a pause that clears its caches, but for that of inputs, which no weights have
+        made.
+        """
         if not self.reset_prefix_cache(reset_running_requests=True, reset_connector=True):
             raise RuntimeError("vLLM could not drop the keys of running requests.")
         self.reset_encoder_cache()
@@ -147,7 +157,8 @@ def is_pushed(engine: Any) -> bool:
 
 
 def check_salted(llm: Any) -> None:
-    """Check that an offline `LLM` keeps its caches apart by version, so that none has to be dropped (`vllm_plugin.salt`).
+    """Check that an offline `LLM` keeps its caches apart by version, so that none has to be dropped
+    (`vllm_plugin.salt`).
 
     Raises:
         ConfigError: it was made without deltasync.
@@ -155,13 +166,16 @@ def check_salted(llm: Any) -> None:
     core = llm.llm_engine.engine_core
     try:
         salted = (
-            core.call_utility("deltasync_salts") if hasattr(core, "call_utility") else core.engine_core.deltasync_salts()
+            core.call_utility("deltasync_salts")
+            if hasattr(core, "call_utility")
+            else core.engine_core.deltasync_salts()
         )
     except Exception:  # noqa: BLE001 - vLLM's, of any class, for an engine that has no such method
         salted = False
     if not salted:
         raise ConfigError(
-            "This LLM would mix versions in its caches, because it was made without deltasync: set DELTASYNC_CHANNEL in the "
+            "This LLM would mix versions in its caches, because it was made without deltasync: set "
+            "DELTASYNC_CHANNEL in the "
             "environment before, and leave VLLM_PLUGINS unset or add deltasync to it."
         )
 
@@ -178,4 +192,6 @@ async def is_salted(engine: Any) -> bool:
 
 async def call_engines(core: Any, method: str, *args: object) -> list[Any]:
     """Call a method of all engines behind a client of vLLM's, `AsyncMPClient`."""
-    return await asyncio.gather(*(core._call_utility_async(method, *args, engine=each) for each in core.core_engines))
+    return await asyncio.gather(
+        *(core._call_utility_async(method, *args, engine=each) for each in core.core_engines)
+    )

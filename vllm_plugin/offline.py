@@ -1,4 +1,6 @@
-"""`vllm_plugin.follow(llm, channel)`: the follow loop for vLLM's offline `LLM`, which generates only when asked."""
+"""`vllm_plugin.follow(llm, channel)`: the follow loop for vLLM's offline `LLM`, which generates only when
+asked.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,11 @@ class OfflineReplica:
     @property
     def refusal(self) -> str | None:
         """Why the `LLM` must not generate, in one sentence; None if it may."""
-        return f"The weights are uncertain: sync again. {self._follow.error or ''}".rstrip() if self._client.held else None
+        return (
+            f"The weights are uncertain: sync again. {self._follow.error or ''}".rstrip()
+            if self._client.held
+            else None
+        )
 
     def sync(self, version: int | None = None, *, timeout_s: float = 60.0) -> int:
         """Bring the weights to the newest version, and return the version that is live.
@@ -45,7 +51,8 @@ class OfflineReplica:
 
         Raises:
             ApplyError: the weights were not brought there, and why; the version before is still live.
-            CommitError: the weights are uncertain. Call again before anything is generated, or load the model again.
+            CommitError: the weights are uncertain. Call again before anything is generated, or load the model
+                again.
         """
         follow, deadline = self._follow, time.monotonic() + timeout_s
         try:
@@ -61,7 +68,9 @@ class OfflineReplica:
             if self._client.held:
                 raise CommitError(f"The weights are uncertain: generate nothing. {error}") from error
             wanted = version or follow.newest
-            raise ApplyError(f"Version {wanted} is not live, but version {follow.version}. {error}") from error
+            raise ApplyError(
+                f"Version {wanted} is not live, but version {follow.version}. {error}"
+            ) from error
 
     def close(self) -> None:
         """Stop following. The `LLM` keeps its weights."""
@@ -72,9 +81,10 @@ def follow(llm: Any, channel: str, **settings: Any) -> OfflineReplica:
     """Make an offline `LLM` follow a channel.
 
     Args:
-        llm: `vllm.LLM(..., worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")`, made while the environment has
-            `DELTASYNC_CHANNEL`: then its caches are kept apart by version, and on a CPU its weights stay where they can be
-            patched.
+        llm: `vllm.LLM(..., worker_extension_cls="vllm_plugin.DeltaSyncWorkerExtension")`, made while the
+            environment has
+            `DELTASYNC_CHANNEL`: then its caches are kept apart by version, and on a CPU its weights stay
+            where they can be patched.
         channel: The channel's URL.
         **settings: Fields of `ReplicaSettings`.
 

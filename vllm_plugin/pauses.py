@@ -1,13 +1,17 @@
-"""Pausing generation for a commit, beside other callers who pause and resume it, put vLLM to sleep, and call its workers.
+"""Pausing generation for a commit, beside other callers who pause and resume it, put vLLM to sleep, and call
+its workers.
 
-vLLM has one switch for all of them. So a commit waits until no other caller uses the switch, makes them wait meanwhile, and
-leaves it as it was. `Pauses.guard` catches them in the engine client, whatever route they came by.
+vLLM has one switch for all of them. So a commit waits until no other caller uses the switch, makes them wait
+meanwhile, and leaves it as it was. `Pauses.guard` catches them in the engine client, whatever route they came
+by.
 
-A commit pauses, writes, announces and resumes in one call to each engine (`engine.exchange_here`), or in two where several
-shards have to agree. So generation stands still for what the engine's own process does, and for no reply.
+A commit pauses, writes, announces and resumes in one call to each engine (`engine.exchange_here`), or in two
+where several shards have to agree. So generation stands still for what the engine's own process does, and for
+no reply.
 
-A call that may have changed the weights, which is any call of the workers and waking up from sleep, runs while generation is
-paused. It is resumed once the workers know their bits: at once, or when the target has settled which version they are.
+A call that may have changed the weights, which is any call of the workers and waking up from sleep, runs
+while generation is paused. It is resumed once the workers know their bits: at once, or when the target has
+settled which version they are.
 """
 
 from __future__ import annotations
@@ -33,7 +37,14 @@ from vllm_plugin import logger
 from vllm_plugin.engine import Exchanged, call_engines
 from vllm_plugin.versions import LiveVersions
 
-SWITCHED = ("pause_generation", "resume_generation", "sleep", "collective_rpc", "wake_up", "update_weight_version")
+SWITCHED = (
+    "pause_generation",
+    "resume_generation",
+    "sleep",
+    "collective_rpc",
+    "wake_up",
+    "update_weight_version",
+)
 """Methods of vLLM's engine client that `Pauses.guard` wraps."""
 
 _DRAIN_S = 60.0  # how long a commit waits for replies that one version makes
@@ -169,14 +180,15 @@ class Pauses(Client):
         if len(self._core.core_engines) < 2:
             return list(await self._call_first(method, args=args))
         by_engine = await call_engines(self._core, "collective_rpc", method, None, args, None)
-        return [reply for replies in by_engine for reply in replies]  # vLLM's own RPC returns those of the first engine
+        # vLLM's own RPC returns those of the first engine
+        return [reply for replies in by_engine for reply in replies]
 
     @contextlib.asynccontextmanager
     async def alone(self) -> AsyncIterator[None]:
         """Let nobody else use the switch in the body, which calls `exchange_all`; then restore what it was.
 
-        Replies that one version makes are waited for, unless generation is paused already.
-        If the body raises an error that is not safe (`is_safe`), it stays paused until a body succeeds or `resume_held`.
+        Replies that one version makes are waited for, unless generation is paused already. If the body raises
+        an error that is not safe (`is_safe`), it stays paused until a body succeeds or `resume_held`.
         """
         async with self._alone(asks=False):
             was_held = self.held
@@ -203,14 +215,17 @@ class Pauses(Client):
     async def exchange_all(self, call: Sequence[Any], name: str | None) -> list[Answer]:
         """Pause, and make a call of all workers, in the body of `alone`; the last one has the version's name.
 
-        If that one succeeds, the version is announced, and generation goes on, unless another caller has paused it.
+        If that one succeeds, the version is announced, and generation goes on, unless another caller has
+        paused it.
         """
         is_first = self._exchanged is None
         resumes = None if is_first and not self.held else not self._by_another
         if len(self._core.core_engines) > 1:
             resumes = False  # they resume together, or wait for each other for ever
         arguments = [*call], name, is_first and self._recomputes, resumes
-        found = [Exchanged(*each) for each in await call_engines(self._core, "deltasync_exchange", *arguments)]
+        found = [
+            Exchanged(*each) for each in await call_engines(self._core, "deltasync_exchange", *arguments)
+        ]
         if is_first:
             self._idle_s = max(each.idle_s for each in found)
             if not self.held:
@@ -228,7 +243,9 @@ class Pauses(Client):
             yield
 
     async def _drain(self) -> None:
-        """Wait until no reply is under way that one version makes, while new ones wait; StageError after `_DRAIN_S`."""
+        """Wait until no reply is under way that one version makes, while new ones wait; StageError after
+        `_DRAIN_S`.
+        """
         self._draining = True
         try:
             async with asyncio.timeout(_DRAIN_S):
@@ -255,13 +272,15 @@ class Pauses(Client):
         self._free.notify_all()
 
     async def _pause(self) -> None:
-        # As `pause_generation`, without its 20 ms of sleep in which the last outputs reach their readers, and without
-        # taking back that another client's pause refuses new requests.
+        # As `pause_generation`, without its 20 ms of sleep in which the last outputs reach their readers, and
+        # without taking back that another client's pause refuses new requests.
         await self._core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     @contextlib.asynccontextmanager
     async def by_another(self) -> AsyncIterator[None]:
-        """Let another caller use the switch in the body, once no commit is running and generation is not held."""
+        """Let another caller use the switch in the body, once no commit is running and generation is not
+        held.
+        """
         async with self._free:
             await self._free.wait_for(lambda: not self.held and not self._draining)
             self._others += 1
@@ -289,8 +308,9 @@ class Pauses(Client):
     async def guard(self) -> None:
         """Make all other callers of the engine client use the switch by turns. Its class is left as it is.
 
-        All engines stay paused when they wake up from sleep, until somebody resumes them. So do those that an API server
-        before this one has paused for a commit, until the target has settled which version they hold.
+        All engines stay paused when they wake up from sleep, until somebody resumes them. So do those that an
+        API server before this one has paused for a commit, until the target has settled which version they
+        hold.
         """
         engine = self._engine
         self.held |= any(await call_engines(self._core, "deltasync_guard"))
@@ -301,7 +321,9 @@ class Pauses(Client):
 
         @around(engine, "update_weight_version")
         async def refuse(_: Call, new_version: str) -> None:
-            raise ConfigError(f"This server follows a channel, which names its weights; they are not {new_version[:40]!r}.")
+            raise ConfigError(
+                f"This server follows a channel, which names its weights; they are not {new_version[:40]!r}."
+            )
 
     async def _by_turns(self, call: Call, *args: Any, **kwargs: Any) -> Any:
         async with self.by_another():
@@ -309,7 +331,8 @@ class Pauses(Client):
 
     async def _proven(self, call: Call, *args: Any, wakes: bool, **kwargs: Any) -> Any:
         async with self._alone():
-            before, self.held = self.held, True  # should this end in the middle, the follow loop looks at the weights
+            # should this end in the middle, the follow loop looks at the weights
+            before, self.held = self.held, True
             try:
                 if not before and not self._by_another:
                     await self._pause()

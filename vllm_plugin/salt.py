@@ -1,18 +1,18 @@
 """Caches of the engine's process, kept apart by version: no request uses values that other weights computed.
 
-vLLM finds cached blocks by a hash that covers a request's `cache_salt`, and an encoder's outputs, such as an image's
-features, by the `identifier` of the input. In the engine's process each request gets the salt of the version that is live
-when its first token is computed, whatever route it came by, combined with a salt of its own; its inputs' identifiers get
-that version's salt too. Running requests are not touched, so they keep their blocks and their features over a commit. Every
-change of the weight version starts a new salt, also a change back to an older version: what a request computed that spanned
-a commit is never found again. An entry that no request finds any more is evicted first, as vLLM's caches evict the least
-recently used.
+vLLM finds cached blocks by a hash that covers a request's `cache_salt`, and an encoder's outputs, such as an
+image's features, by the `identifier` of the input. In the engine's process each request gets the salt of the
+version that is live when its first token is computed, whatever route it came by, combined with a salt of its
+own; its inputs' identifiers get that version's salt too. Running requests are not touched, so they keep their
+blocks and their features over a commit. Every change of the weight version starts a new salt, also a change
+back to an older version: what a request computed that spanned a commit is never found again. An entry that no
+request finds any more is evicted first, as vLLM's caches evict the least recently used.
 
-A connector that offloads blocks finds them by the same hash (`compat.KEYED`). Blocks that it has loaded for a request are
-dropped if other weights became live before the request begins.
+A connector that offloads blocks finds them by the same hash (`compat.KEYED`). Blocks that it has loaded for a
+request are dropped if other weights became live before the request begins.
 
-A request that names a session keeps the salt of the version that its conversation began with. So its prefix is found
-although the weights have changed, as a running request keeps its blocks.
+A request that names a session keeps the salt of the version that its conversation began with. So its prefix
+is found although the weights have changed, as a running request keeps its blocks.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ from deltasync.serve.engine import around, number_of
 from vllm_plugin import logger
 
 SESSION = "deltasync-session:"
-"""Prefix of a `cache_salt` that names its session's version and, after another colon, the request's own salt."""
+"""Prefix of a `cache_salt` that names its session's version and, after another colon, the request's own
+salt.
+"""
 
 _SESSIONS = 1024
 """How many versions' salts are kept."""
 
 
 class Salts:
-    """The salts of one engine. The scheduling thread calls `begin` and `of`; the thread that takes requests, `of`."""
+    """The salts of one engine. The scheduling thread calls `begin` and `of`; the thread that takes requests,
+    `of`.
+    """
 
     def __init__(self) -> None:
         self._engine = secrets.token_hex(8)  # several engines may share one external cache
@@ -46,7 +50,9 @@ class Salts:
         return f"{self._engine}-{next(self._numbers)}"
 
     def begin(self, version: str) -> None:
-        """Start a salt: from now on other weights, named `version`, are live. Sessions of its number go on with it."""
+        """Start a salt: from now on other weights, named `version`, are live. Sessions of its number go on
+        with it.
+        """
         self._live = None  # so that no two requests share blocks if anything fails here
         salt, number = self._next(), str(number_of(version))
         self._by_version[number] = salt
@@ -67,7 +73,9 @@ class Salts:
 
 
 def install() -> None:
-    """Salt all requests to engines of this process. Call before the first engine is made. A second call does nothing."""
+    """Salt all requests to engines of this process. Call before the first engine is made. A second call does
+    nothing.
+    """
     from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import RequestOffloadState
     from vllm.v1.core.encoder_cache_manager import EncoderCacheManager
     from vllm.v1.core.kv_cache_manager import KVCacheManager
@@ -99,7 +107,9 @@ def install() -> None:
 
     @around(RequestOffloadState, "update_offload_keys")
     def key_again(update_keys: Any, self: Any) -> None:
-        """Drop the keys that a connector has made of a request's blocks, if the request has another salt since."""
+        """Drop the keys that a connector has made of a request's blocks, if the request has another salt
+        since.
+        """
         request = self.req
         if vars(request).setdefault("deltasync_keyed", request.cache_salt) != request.cache_salt:
             request.deltasync_keyed = request.cache_salt
@@ -110,7 +120,9 @@ def install() -> None:
 
     @around(Scheduler, "_update_waiting_for_remote_kv")
     def drop_loaded(begin: Any, self: Any, request: Any) -> None:
-        """Let a request begin once a connector has loaded its blocks: without them, if other weights are live since."""
+        """Let a request begin once a connector has loaded its blocks: without them, if other weights are live
+        since.
+        """
         if request.cache_salt != salts.of(request.deltasync_given[0]):
             request.num_computed_tokens = 0
             self.failed_recving_kv_req_ids.add(request.request_id)
@@ -141,7 +153,8 @@ def install() -> None:
 
 
 def _salt(request: Any, salts: Salts, *, inputs: bool = False) -> None:
-    """Give a request that is about to start the salt of the live version. If that fails, it reads no cache of blocks.
+    """Give a request that is about to start the salt of the live version. If that fails, it reads no cache of
+    blocks.
 
     Args:
         request: One of vLLM's scheduler.
@@ -153,7 +166,8 @@ def _salt(request: Any, salts: Salts, *, inputs: bool = False) -> None:
         salt = salts.of(own)
         if request.num_computed_tokens == 0 and (inputs or request.cache_salt != salt):
             request.cache_salt = salt
-            if not request.num_preemptions:  # workers know the inputs of a request that ran before by their identifiers
+            # workers know the inputs of a request that ran before by their identifiers
+            if not request.num_preemptions:
                 if (encoded := vars(request).pop("deltasync_encoded", None)) is not None:
                     encoded.free(request)
                 version = salt.split(" ")[1]

@@ -1,7 +1,8 @@
 """Several API servers of one engine: one of them leads, and follows the channel; the others ask it.
 
-The engine's process names the leader: the first server that asks, and another one when that has ended. Each server listens
-on a socket (`deltasync.serve.calls`) in a folder that the engine's process made, which no other user may enter.
+The engine's process names the leader: the first server that asks, and another one when that has ended. Each
+server listens on a socket (`deltasync.serve.calls`) in a folder that the engine's process made, which no
+other user may enter.
 """
 
 from __future__ import annotations
@@ -71,7 +72,8 @@ class Servers:
     async def call(self, method: str, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
         """As `calls.call`, of the leader.
 
-        If it ends meanwhile, the next one is asked, unless the call is one of `SWITCHED`, which may have begun.
+        If it ends meanwhile, the next one is asked, unless the call is one of `SWITCHED`, which may have
+        begun.
 
         Raises:
             StageError: the leader did not answer.
@@ -81,10 +83,14 @@ class Servers:
             leader = self.leader
             async with contextlib.AsyncExitStack() as stack:
                 try:
-                    answer = await stack.enter_async_context(calls.call(self._socket(leader), method, *args, **kwargs))
+                    answer = await stack.enter_async_context(
+                        calls.call(self._socket(leader), method, *args, **kwargs)
+                    )
                 except EOFError:
                     if leader == asked or method in SWITCHED:
-                        raise StageError(f"The API server that follows the channel did not answer {method}.") from None
+                        raise StageError(
+                            f"The API server that follows the channel did not answer {method}."
+                        ) from None
                     asked = leader
                     continue
                 except OSError:  # it has ended

@@ -1,4 +1,5 @@
-"""The backend `deltasync` of vLLM's own trainer side, for trainers that are built on `WeightTransferTrainerFactory`.
+"""The backend `deltasync` of vLLM's own trainer side, for trainers that are built on
+`WeightTransferTrainerFactory`.
 
     vllm_plugin.register()
     engine = WeightTransferTrainerFactory.trainer_init(
@@ -42,21 +43,29 @@ class DeltaSyncTrainerEngine(TrainerWeightTransferEngine):
         self._publisher = publisher
 
     @classmethod
-    def trainer_init(cls, init_info: TrainerInit, *, client: Any, source: Any = None) -> DeltaSyncTrainerEngine:
+    def trainer_init(
+        cls, init_info: TrainerInit, *, client: Any, source: Any = None
+    ) -> DeltaSyncTrainerEngine:
         """Open the channel and send its URL to the servers.
 
         Raises:
-            ConfigError: no source is given, or one that does not gather every tensor on rank 0; or a setting is wrong.
+            ConfigError: no source is given, or one that does not gather every tensor on rank 0; or a setting
+                is wrong.
         """
         if source is None:
-            raise ConfigError("The backend 'deltasync' finds changes by itself, and needs all weights: pass source=.")
-        if hasattr(source, "owned_names"):  # from vLLM 0.33 on: sources may give shards, or some tensors on some ranks
+            raise ConfigError(
+                "The backend 'deltasync' finds changes by itself, and needs all weights: pass source=."
+            )
+        # from vLLM 0.33 on: sources may give shards, or some tensors on some ranks
+        if hasattr(source, "owned_names"):
             owned = set(source.owned_names(0)) if source.implements_iter_full() else set()
             missing = [meta.name for meta in source.metadata if meta.name not in owned]
             if missing:
                 raise ConfigError(
-                    f"The backend 'deltasync' publishes from rank 0, and this source gathers {len(missing)} tensors not "
-                    f"there, such as {missing[0]}: pass one that does, or publish with Publisher(..., group=group)."
+                    f"The backend 'deltasync' publishes from rank 0, and this source gathers {len(missing)} "
+                    "tensors not "
+                    f"there, such as {missing[0]}: pass one that does, or publish with Publisher(..., "
+                    "group=group)."
                 )
         publisher = None
         if init_info.is_sender:
@@ -65,7 +74,8 @@ class DeltaSyncTrainerEngine(TrainerWeightTransferEngine):
         return cls(publisher, client=client, source=source, is_sender=init_info.is_sender)
 
     def send_weights(self) -> None:
-        """Publish the source and have the servers take that version, on rank 0. Other ranks only take part in gathers.
+        """Publish the source and have the servers take that version, on rank 0. Other ranks only take part in
+        gathers.
 
         Raises:
             PublishError: the version did not become visible; nothing was sent to the servers.

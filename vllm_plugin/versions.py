@@ -1,11 +1,12 @@
 """Which weights made a reply: the headers `x-deltasync-versions` and `x-deltasync-spans`.
 
-Also headers of requests: `x-deltasync-session`, by which a conversation keeps using the cached prefixes of the version that
-it began with (`vllm_plugin.salt`), and `x-deltasync-version`, which demands a version (`wanted.demanding`).
+Also headers of requests: `x-deltasync-session`, by which a conversation keeps using the cached prefixes of
+the version that it began with (`vllm_plugin.salt`), and `x-deltasync-version`, which demands a version
+(`wanted.demanding`).
 
-Nothing here goes by routes: a reply is one that has called the engine client, `generate` or `encode`. So whatever route
-vLLM gets, it has the headers, waits for the first version, and takes a session. A pooled reply (embeddings, scores) is made
-by one version in each reply: a commit waits for it, and it for a commit.
+Nothing here goes by routes: a reply is one that has called the engine client, `generate` or `encode`. So
+whatever route vLLM gets, it has the headers, waits for the first version, and takes a session. A pooled reply
+(embeddings, scores) is made by one version in each reply: a commit waits for it, and it for a commit.
 """
 
 from __future__ import annotations
@@ -35,9 +36,11 @@ SESSION_HEADER = "x-deltasync-session"
 Undivided = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 
 Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
-"""The finished choices of a reply. The keys sort them: the length of the request's id, the id, and the choice's index.
+"""The finished choices of a reply. The keys sort them: the length of the request's id, the id, and the
+choice's index.
 
-Each has the versions that made its tokens, in order, with the number of tokens; None if vLLM does not know."""
+Each has the versions that made its tokens, in order, with the number of tokens; None if vLLM does not
+know."""
 
 
 class LiveVersions:
@@ -47,7 +50,8 @@ class LiveVersions:
     """
 
     def __init__(self) -> None:
-        self._numbers = np.zeros(2 + 2 * limits.HISTORY, np.int64)  # how many were noted, `was_ready`, a ring; 0: no version
+        # how many were noted, `was_ready`, a ring; 0: no version
+        self._numbers = np.zeros(2 + 2 * limits.HISTORY, np.int64)
 
     def share(self, path: str) -> None:
         """Keep the numbers in this file from now on, which may have some."""
@@ -56,7 +60,9 @@ class LiveVersions:
         self._numbers = np.memmap(path, np.int64)
 
     def expect(self, number: int) -> None:
-        """Note that a version may be live before `note` says so: replies that begin or end until then may have it."""
+        """Note that a version may be live before `note` says so: replies that begin or end until then may
+        have it.
+        """
         self._add(number, int(self._numbers[self._place(self.mark)]))
 
     def note(self, number: int | None) -> None:
@@ -126,7 +132,9 @@ class _Reply:
             self.mark = live.mark
 
     async def hold(self, live: LiveVersions, undivided: Undivided) -> None:
-        """As `begin`, for a demanded version. If no other will do, no commit begins before `leave`. Raises as `check`."""
+        """As `begin`, for a demanded version. If no other will do, no commit begins before `leave`. Raises as
+        `check`.
+        """
         if self.wanted is not None and self.wanted.exact:
             await self.enter(undivided)
         self.begin(live)
@@ -156,7 +164,8 @@ class _Reply:
             self._entered = None
 
 
-_reply: ContextVar[_Reply | None] = ContextVar("deltasync_reply", default=None)  # the one that is made in this context
+# the one that is made in this context
+_reply: ContextVar[_Reply | None] = ContextVar("deltasync_reply", default=None)
 
 
 def attend(
@@ -222,7 +231,9 @@ def attend(
     engine.generate, engine.encode = attended_generate, attended_encode
 
 
-def _in_session(version: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _in_session(
+    version: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Return arguments of `generate` whose prompt names a session in its `cache_salt`, a field of vLLM's."""
     prompt = args[0] if args else kwargs.get("prompt")
     if not isinstance(prompt, dict):
@@ -247,33 +258,42 @@ def _note(output: Any, choices: Choices) -> None:
         if choice.finish_reason is None:
             continue
         spans = choice.weight_versions or ()
-        made = [(number, span.end - span.start) for span in spans if (number := number_of(span.version)) is not None]
+        made = [
+            (number, span.end - span.start)
+            for span in spans
+            if (number := number_of(span.version)) is not None
+        ]
         is_known = choice.weight_versions is not None and len(made) == len(spans)
         choices[len(output.request_id), output.request_id, choice.index] = made if is_known else None
 
 
 def _spans_text(choices: Choices) -> str | None:
-    """Return the spans of all choices in order, or None if unknown, too long, or of a beam search's several requests."""
+    """Return the spans of all choices in order, or None if unknown, too long, or of a beam search's several
+    requests.
+    """
     if any("-beam-" in request for _, request, _ in choices):
         return None
-    return spans_text([choices[key] for key in sorted(choices)])  # the ids of one reply's prompts end with their numbers
+    # the ids of one reply's prompts end with their numbers
+    return spans_text([choices[key] for key in sorted(choices)])
 
 
 def replies(app: ASGIApp, live: LiveVersions, undivided: Undivided) -> ASGIApp:
     """ASGI middleware that adds the headers, and replies 503 or 409 where the engine refused a request.
 
-    `x-deltasync-versions: first..last` names the least and the greatest version that were live while the request ran, also
-    where the server was moved away and back: no token was made by one before `first` or after `last`. A streamed reply's
-    headers leave before its tokens, so there it is `first..`.
-    There is no header if no version was served when the request came.
+    `x-deltasync-versions: first..last` names the least and the greatest version that were live while the
+    request ran, also where the server was moved away and back: no token was made by one before `first` or
+    after `last`. A streamed reply's headers leave before its tokens, so there it is `first..`. There is no
+    header if no version was served when the request came.
 
-    `x-deltasync-spans` lists `[version, tokens]` for each choice and each version that made some of its tokens. A streamed
-    reply has it in a comment before its end.
+    `x-deltasync-spans` lists `[version, tokens]` for each choice and each version that made some of its
+    tokens. A streamed reply has it in a comment before its end.
 
-    A request's `x-deltasync-session: 5` (or `5..7`, as in the header of an earlier reply) names the session's version.
+    A request's `x-deltasync-session: 5` (or `5..7`, as in the header of an earlier reply) names the session's
+    version.
 
-    A request that demands a version (`wanted.demanded`) gets 409 if another one was live before its reply ended. A stream
-    that has begun by then ends with an error. Where one version alone is demanded, commits wait for the reply.
+    A request that demands a version (`wanted.demanded`) gets 409 if another one was live before its reply
+    ended. A stream that has begun by then ends with an error. Where one version alone is demanded, commits
+    wait for the reply.
     """
 
     async def call(scope: Scope, receive: Receive, send: Send) -> None:
@@ -294,7 +314,8 @@ def replies(app: ASGIApp, live: LiveVersions, undivided: Undivided) -> ASGIApp:
         async def send_with_versions(message: Message) -> None:
             nonlocal refused
             if message["type"] == "http.response.start":
-                if reply.wanted is not None and reply.called:  # a stream calls the engine, and computes after its headers
+                # a stream calls the engine, and computes after its headers
+                if reply.wanted is not None and reply.called:
                     with contextlib.suppress(AckTimeoutError):
                         await reply.hold(live, undivided)
                 if reply.refused is not None:
@@ -322,12 +343,15 @@ def _add(message: Message, reply: _Reply, at_arrival: int | None, versions: Live
     if message["type"] == "http.response.start":
         headers = MutableHeaders(scope=message)
         streamed = headers.get("content-type", "").startswith("text/event-stream")
-        mark = at_arrival if streamed and reply.mark is None else reply.mark  # a stream may call the engine later
+        # a stream may call the engine later
+        mark = at_arrival if streamed and reply.mark is None else reply.mark
         live = None if mark is None else versions.since(mark)
         if live is None:
             return
         headers.append(VERSIONS_HEADER, f"{live[0]}.." if streamed else f"{live[0]}..{live[1]}")
         if not streamed and (spans := _spans_text(reply.choices)) is not None:
             headers.append(SPANS_HEADER, spans)
-    elif message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(reply.choices)) is not None:
+    elif (
+        message.get("body", b"")[:12] == b"data: [DONE]" and (spans := _spans_text(reply.choices)) is not None
+    ):
         message["body"] = f": {SPANS_HEADER} {spans}\n\n".encode() + message["body"]

@@ -1,8 +1,10 @@
-"""A vLLM worker: `--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension`, whose RPCs call this worker's shard.
+"""A vLLM worker: `--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension`, whose RPCs call this worker's
+shard.
 
-vLLM adds the extension to the bases of its worker, never calls its `__init__`, and refuses names that the worker has. So
-both RPCs have a prefix, and the state is created on first use. RPCs run on the thread of the engine's steps. So long calls
-run in another thread while tokens are generated, and RPCs only start and poll them.
+vLLM adds the extension to the bases of its worker, never calls its `__init__`, and refuses names that the
+worker has. So both RPCs have a prefix, and the state is created on first use. RPCs run on the thread of the
+engine's steps. So long calls run in another thread while tokens are generated, and RPCs only start and poll
+them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ from deltasync.tensors.bits import dtype_name, int_view
 from vllm_plugin import logger
 from vllm_plugin.load import fallback, layers
 
-_followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()  # models, and their channels
+# models, and their channels
+_followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
 class WorkerEngine(Engine):
@@ -72,12 +75,18 @@ class WorkerEngine(Engine):
             for name, tensor in layers.draft_checkpoint(self._runner):
                 yield DRAFT + name, tensor
 
-    def reloads(self, recorded: load_plan.LoadPlan, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
+    def reloads(
+        self, recorded: load_plan.LoadPlan, specs: Mapping[str, TensorSpec]
+    ) -> dict[str, list[Segment]]:
         """As `Engine.reloads`."""
         reasons = recorded.reasons
         tensors = fallback.mirrored(recorded, specs, self.checkpoint()) if reasons else {}
         self._mirror = fallback.Mirror(
-            self.model, self._runner.model_config, {name: recorded.layers[name] for name in tensors}, tensors, reasons
+            self.model,
+            self._runner.model_config,
+            {name: recorded.layers[name] for name in tensors},
+            tensors,
+            reasons,
         )
         return self._mirror.segments
 
@@ -112,7 +121,9 @@ def open_shard(runner: Any, channel: str, trusted_keys: str | None = None) -> Sh
     reader, before = engine.open_reader(settings, count or 1), time.perf_counter()
     shard = Shard(reader, WorkerEngine(runner), rank)
     shard.record()
-    logger.info("deltasync load plan: tensors=%d record_s=%.3f", len(reader.specs), time.perf_counter() - before)
+    logger.info(
+        "deltasync load plan: tensors=%d record_s=%.3f", len(reader.specs), time.perf_counter() - before
+    )
     _followed[model] = channel
     return shard
 
@@ -139,8 +150,9 @@ class DeltaSyncWorkerExtension:
     def deltasync_open(self, channel: str, trusted_keys: str | None = None) -> engine.Answer:
         """Record the load plan for the channel's tensors. A second call changes nothing.
 
-        Records are refused unless a key in the file `trusted_keys` has signed them; by default the environment names it.
-        The reply is NotPublishedError while the channel has no version, and SleepingError while vLLM sleeps.
+        Records are refused unless a key in the file `trusted_keys` has signed them; by default the
+        environment names it. The reply is NotPublishedError while the channel has no version, and
+        SleepingError while vLLM sleeps.
         """
 
         def body() -> None:
@@ -165,28 +177,36 @@ class DeltaSyncWorkerExtension:
 
 
 def _check(channel: str) -> None:
-    """Raise ConfigError for a server that would serve the weights it has loaded for ever, though a channel is configured."""
+    """Raise ConfigError for a server that would serve the weights it has loaded for ever, though a channel is
+    configured.
+    """
     if "deltasync" not in os.environ.get("VLLM_PLUGINS", "").split(","):
         raise ConfigError(
-            f"This server would never follow {channel}, because VLLM_PLUGINS leaves deltasync out: add it, or leave "
+            f"This server would never follow {channel}, because VLLM_PLUGINS leaves deltasync out: add it, "
+            "or leave "
             "VLLM_PLUGINS unset."
         )
     if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0"):
         raise ConfigError(
-            f"This server would never follow {channel}, because vLLM's Rust frontend loads no endpoint plugin: leave "
+            f"This server would never follow {channel}, because vLLM's Rust frontend loads no endpoint "
+            "plugin: leave "
             "VLLM_USE_RUST_FRONTEND out."
         )
 
 
 def warm_up_first(worker: Any) -> None:
-    """Make a vLLM worker compile the kernels of commits when it compiles its own, before it serves requests."""
+    """Make a vLLM worker compile the kernels of commits when it compiles its own, before it serves
+    requests.
+    """
     if not hasattr(worker, "compile_or_warm_up_model"):
         return
 
     @engine.around(worker, "compile_or_warm_up_model")
     def warm_up_kernels(warm_up: Any) -> Any:
         parameters = worker.model_runner.get_model().parameters()
-        for device, dtype in {(each.device, int_view(each[:0] if each.ndim else each).dtype) for each in parameters}:
+        for device, dtype in {
+            (each.device, int_view(each[:0] if each.ndim else each).dtype) for each in parameters
+        }:
             if device.type != "cpu":
                 segment_kernels(device).warm_up(device, dtype)
         return warm_up()
@@ -205,7 +225,9 @@ def _note_loaded(worker: Any) -> None:
 
 
 def _hook_sleep(worker: Any) -> None:
-    """Make a vLLM worker note that it sleeps, and tell its replica: touching weights then would end the process."""
+    """Make a vLLM worker note that it sleeps, and tell its replica: touching weights then would end the
+    process.
+    """
     if not hasattr(worker, "sleep") or hasattr(worker, "_deltasync_asleep"):
         return
     worker._deltasync_asleep = False
@@ -230,7 +252,9 @@ _LOADS = ("load_model", "reload_weights", "reset_weights", "start_weight_update"
 
 
 def _guard(worker: Any, channel: str) -> None:
-    """Make a worker refuse to load other weights than the channel's, and check where its weights are before each step."""
+    """Make a worker refuse to load other weights than the channel's, and check where its weights are before
+    each step.
+    """
     runner = worker.model_runner
     models = [(model, ("load_weights",)) for model in (runner.get_model(), layers.draft(runner)[0])]
     for owner, names in ((worker, _LOADS), (runner, _LOADS), *models):
@@ -246,12 +270,17 @@ def _guard(worker: Any, channel: str) -> None:
 
 
 def _refusing(name: str, channel: str) -> Callable[..., None]:
-    """Return a method that loads nothing. Only the last worker raises, see `vllm_plugin.backend._SilentError`."""
+    """Return a method that loads nothing. Only the last worker raises, see
+    `vllm_plugin.backend._SilentError`.
+    """
 
     def refuse(*_: Any, **__: Any) -> None:
         said = f"{name} would load weights that are not those of {channel}, which this server follows. Nothing was loaded."
         logger.error("deltasync: %s", said)
-        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == torch.distributed.get_world_size() - 1:
+        if (
+            not torch.distributed.is_initialized()
+            or torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
+        ):
             raise ConfigError(said)
 
     vars(refuse)["deltasync_refuses"] = True

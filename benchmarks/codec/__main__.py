@@ -1,9 +1,11 @@
-"""Size and throughput of our codecs and of other systems' encodings on the same deltas, compared with the entropy bounds.
+"""Size and throughput of our codecs and of other systems' encodings on the same deltas, compared with the
+entropy bounds.
 
     python -m benchmarks.codec [--data finetune] [--changed 0.01] [--plot codec.png] [--json]
 
-Bits per changed element are exact. Speeds are GB/s of old and new weights that are compared and encoded, and changed
-elements per second that are decoded and written into host memory; each is the best of several repeats.
+Bits per changed element are exact. Speeds are GB/s of old and new weights that are compared and encoded, and
+changed elements per second that are decoded and written into host memory; each is the best of several
+repeats.
 """
 
 from __future__ import annotations
@@ -25,15 +27,20 @@ def main(words: Sequence[str] | None = None) -> None:
         choices=("simulation", "masters", "replaced", "demo", "finetune", "real", "all"),
         default="simulation",
         help="simulated deltas, simulated steps and compactions of three kinds of masters (takes some minutes), a simulated "
-        "matrix replaced by another, the deltas of a demo's channel, those of a fine-tuning run made here (takes a minute), "
+        "matrix replaced by another, the deltas of a demo's channel, those of a fine-tuning run made here "
+        "(takes a minute), "
         "these two (real), or all of these",
     )
     parser.add_argument(
-        "--changed", type=float, action="append", help="changed fraction of the simulation; may be given several times"
+        "--changed",
+        type=float,
+        action="append",
+        help="changed fraction of the simulation; may be given several times",
     )
     parser.add_argument("--elements", type=int, default=1 << 24, help="size of the simulation")
     parser.add_argument(
-        "--channel", help="URL of the channel that --data demo reads, such as file:///path/to/demo-out/channel"
+        "--channel",
+        help="URL of the channel that --data demo reads, such as file:///path/to/demo-out/channel",
     )
     parser.add_argument("--plot", type=Path, help="also plot the sizes to this file (PNG, SVG)")
     given = parser.parse_args(words)
@@ -47,7 +54,9 @@ def main(words: Sequence[str] | None = None) -> None:
         report.plot(result, given.plot)
 
 
-def samples(source: str, fractions: Sequence[float], elements: int, channel: str | None) -> Iterator[data.Sample]:
+def samples(
+    source: str, fractions: Sequence[float], elements: int, channel: str | None
+) -> Iterator[data.Sample]:
     """Yield the deltas of a source."""
     if source in ("simulation", "all"):
         yield from (data.simulation(fraction, elements) for fraction in fractions)

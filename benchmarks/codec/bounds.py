@@ -1,9 +1,11 @@
-"""How small a delta can be: what its indices and steps cost an ideal coder, given what reader and writer both know.
+"""How small a delta can be: what its indices and steps cost an ideal coder, given what reader and writer both
+know.
 
-An index set costs log2 of the number of sets of that size, in each class of elements that a context distinguishes:
-log2 C(N, K), summed over the classes. The steps cost their empirical entropy in each class. Both are bounds for coders
-that know the class counts and step frequencies for free; `Bound.model_bits` is about what these would cost, half a log2
-of the sample for each number. All figures are bits per changed element.
+An index set costs log2 of the number of sets of that size, in each class of elements that a context
+distinguishes: log2 C(N, K), summed over the classes. The steps cost their empirical entropy in each class.
+Both are bounds for coders that know the class counts and step frequencies for free; `Bound.model_bits` is
+about what these would cost, half a log2 of the sample for each number. All figures are bits per changed
+element.
 
 A context is a function of the old weights and of earlier deltas alone. bf16 bit patterns only.
 """
@@ -37,8 +39,8 @@ class Bound:
 def bounds(old_N: np.ndarray, new_N: np.ndarray, history_N: np.ndarray | None = None) -> list[Bound]:
     """Return the bounds given nothing, given the old exponent, and given more.
 
-    Bit patterns are bfloat16, uint16; at least one differs. `history_N` is that of `simulate.update_history`; without it the
-    contexts that need it are omitted.
+    Bit patterns are bfloat16, uint16; at least one differs. `history_N` is that of `simulate.update_history`;
+    without it the contexts that need it are omitted.
     """
     exponent_N = (old_N >> _EXPONENT_SHIFT) & _EXPONENT_MASK
     contexts: dict[str, tuple[np.ndarray, int]] = {
@@ -66,7 +68,9 @@ def bounds(old_N: np.ndarray, new_N: np.ndarray, history_N: np.ndarray | None = 
     return [_bound(name, class_N, count, changed_N, step_K) for name, (class_N, count) in contexts.items()]
 
 
-def _bound(name: str, class_N: np.ndarray, class_count: int, changed_N: np.ndarray, step_K: np.ndarray) -> Bound:
+def _bound(
+    name: str, class_N: np.ndarray, class_count: int, changed_N: np.ndarray, step_K: np.ndarray
+) -> Bound:
     class_K = class_N[changed_N]
     size_C = np.bincount(class_N, minlength=class_count)
     changed_C = np.bincount(class_K, minlength=class_count)
@@ -76,7 +80,9 @@ def _bound(name: str, class_N: np.ndarray, class_count: int, changed_N: np.ndarr
     step_bits = -float((seen * np.log2(seen / changed_C[cells // (step_K.max() + 1)])).sum())
     used = np.flatnonzero(changed_C)
     model_bits = float((np.log2(size_C[mixed] + 1) / 2).sum())
-    model_bits += float((np.log2(changed_C[cells // (step_K.max() + 1)]) / 2).sum() - (np.log2(changed_C[used]) / 2).sum())
+    model_bits += float(
+        (np.log2(changed_C[cells // (step_K.max() + 1)]) / 2).sum() - (np.log2(changed_C[used]) / 2).sum()
+    )
     return Bound(name, index_bits / step_K.size, step_bits / step_K.size + 0.0, model_bits / step_K.size)
 
 

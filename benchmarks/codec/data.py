@@ -1,4 +1,6 @@
-"""The deltas that the codecs are measured on: simulated, read from a channel, or made by a fine-tuning run."""
+"""The deltas that the codecs are measured on: simulated, read from a channel, or made by a fine-tuning
+run.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ COMPACTIONS = (1, 8, 32)  # steps
 TUNING_STEPS = 12
 TUNING_DELTAS = 2  # last deltas that are measured: Adam's moments have settled by then
 TUNING_RUNS = ((1e-6, False), (3e-6, False), (1e-5, False), (3e-6, True))
-"""Learning rate, and whether the master starts from the bf16 checkpoint instead of the trained fp32 weights."""
+"""Learning rate, and whether the master starts from the bf16 checkpoint instead of the trained fp32
+weights.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,14 +89,18 @@ class Sample:
 
 
 def simulation(changed_fraction: float, element_count: int) -> Sample:
-    """Return one delta of one matrix of about `element_count` elements; if they make more than one row, whole rows."""
+    """Return one delta of one matrix of about `element_count` elements; if they make more than one row, whole
+    rows.
+    """
     spec = _matrix(element_count)
     change = simulate.delta_with_history(changed_fraction, spec.element_count)
     return _simulated("simulation", f"{changed_fraction:.2%}", spec, change)
 
 
 def masters(element_count: int) -> Iterator[Sample]:
-    """Yield one step and compactions of 8 and 32 steps for each of `MASTER_RUNS`, on a matrix like that of `simulation`."""
+    """Yield one step and compactions of 8 and 32 steps for each of `MASTER_RUNS`, on a matrix like that of
+    `simulation`.
+    """
     spec = _matrix(element_count)
     first = [MIDDLE_STEP - 1 - steps // 2 for steps in COMPACTIONS]
     spans = [(version, version + steps) for version, steps in zip(first, COMPACTIONS, strict=True)]
@@ -117,7 +125,12 @@ def replaced(element_count: int) -> Sample:
     """Return a delta that replaces a matrix of about `element_count` elements by an unrelated one."""
     old, new = simulation(0.01, element_count), simulate.delta(0.01, element_count, seed=1)[1]
     spec, delta = old.specs["w"], old.deltas[0]
-    return Sample("simulation", "replaced", old.specs, [Delta(delta.old, {"w": new[: spec.element_count]}, delta.history)])
+    return Sample(
+        "simulation",
+        "replaced",
+        old.specs,
+        [Delta(delta.old, {"w": new[: spec.element_count]}, delta.history)],
+    )
 
 
 def demo(url: str) -> Sample:
@@ -136,10 +149,12 @@ def demo(url: str) -> Sample:
 
 
 def finetune() -> Iterator[Sample]:
-    """Yield deltas of AdamW steps on a small model that is first trained from scratch; takes a minute on two cores.
+    """Yield deltas of AdamW steps on a small model that is first trained from scratch; takes a minute on two
+    cores.
 
-    The model is a Qwen3 of 3.2 million parameters, trained on the demo's demonstrations until it has learned them as far as
-    they can be predicted. Then it is trained on at small learning rates, one sample each of `TUNING_RUNS`.
+    The model is a Qwen3 of 3.2 million parameters, trained on the demo's demonstrations until it has learned
+    them as far as they can be predicted. Then it is trained on at small learning rates, one sample each of
+    `TUNING_RUNS`.
     """
     from demo import model as demo_model
 
@@ -199,19 +214,25 @@ def _tuning_states(
 
 
 def _differences(states: Iterator[dict[str, torch.Tensor]]) -> tuple[dict[str, TensorSpec], list[Delta]]:
-    """Return the specs, and the deltas between consecutive states that differ; floating tensors become bf16."""
+    """Return the specs, and the deltas between consecutive states that differ; floating tensors become
+    bf16.
+    """
     specs: dict[str, TensorSpec] = {}
     history: dict[str, np.ndarray] = {}
     old: dict[str, np.ndarray] = {}
     deltas = []
     for state in states:
-        served = {name: tensor.to(torch.bfloat16) for name, tensor in state.items() if tensor.is_floating_point()}
+        served = {
+            name: tensor.to(torch.bfloat16) for name, tensor in state.items() if tensor.is_floating_point()
+        }
         new = {name: bits_of(tensor).copy() for name, tensor in served.items()}
         if not old:
             specs = {name: spec_of(name, tensor) for name, tensor in served.items()}
             history = {name: np.zeros(bits.size, np.int8) for name, bits in new.items()}
         elif any((old[name] != bits).any() for name, bits in new.items()):
             deltas.append(Delta(old, new, history))
-            history = {name: simulate.update_history(history[name], old[name], bits) for name, bits in new.items()}
+            history = {
+                name: simulate.update_history(history[name], old[name], bits) for name, bits in new.items()
+            }
         old = new
     return specs, deltas

@@ -1,9 +1,10 @@
-"""Size and speed of our codecs and of the peers' encodings on the same deltas, with the bounds and the machine's memcpy.
+"""Size and speed of our codecs and of the peers' encodings on the same deltas, with the bounds and the
+machine's memcpy.
 
-Sizes are exact; times are the best of several repeats. Times of encoding are the median of five rounds, each right after a
-copy that it is compared with: on a shared machine the speed of memory changes from one second to the next. Every encoding is
-applied in place, without a way to undo it; ours also keeps the fingerprint. `benchmarks.commit` measures commits, which
-can be undone.
+Sizes are exact; times are the best of several repeats. Times of encoding are the median of five rounds, each
+right after a copy that it is compared with: on a shared machine the speed of memory changes from one second
+to the next. Every encoding is applied in place, without a way to undo it; ours also keeps the fingerprint.
+`benchmarks.commit` measures commits, which can be undone.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ Apply = Callable[[bytes, Bits], None]
 def run(samples: Iterable[Sample]) -> dict[str, Any]:
     """Measure every encoding on every sample, one at a time.
 
-    Returns `memcpy_gb_s`, bytes read plus bytes written by a thread for each core, and `samples`. Each has its `encodings`
-    (sizes, GB/s of old and new weights scanned by diff + encode, alone and as a share of the copy before it, changed
-    elements/s decoded and written, and the bytes by which encoding the first delta raised resident memory, the payload
-    included) and its `bounds`.
+    Returns `memcpy_gb_s`, bytes read plus bytes written by a thread for each core, and `samples`. Each has
+    its `encodings` (sizes, GB/s of old and new weights scanned by diff + encode, alone and as a share of the
+    copy before it, changed elements/s decoded and written, and the bytes by which encoding the first delta
+    raised resident memory, the payload included) and its `bounds`.
     """
     memcpy_gb_s = _memcpy()
     rows = []
@@ -68,7 +69,10 @@ def _measure_sample(sample: Sample, memcpy_gb_s: Callable[[], float]) -> dict[st
             {"name": name, "systems": systems, **_measure(sample, *functions, memcpy_gb_s)}
             for name, systems, functions in encodings(sample.specs)
         ],
-        "bounds": [dataclasses.asdict(bound) | {"total_bits": bound.total_bits} for bound in bounds.bounds(*sample.flat())],
+        "bounds": [
+            dataclasses.asdict(bound) | {"total_bits": bound.total_bits}
+            for bound in bounds.bounds(*sample.flat())
+        ],
     }
 
 
@@ -86,7 +90,9 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
     held: list[tuple[Bits, LiveMemory]] = []  # of the weights that were written last
 
     def encode(old: Bits, new: Bits) -> bytes:
-        delta = joined([of_tensor(layout, tensor, *native.diff(old[tensor], new[tensor])) for tensor in specs])
+        delta = joined(
+            [of_tensor(layout, tensor, *native.diff(old[tensor], new[tensor])) for tensor in specs]
+        )
         return chosen.encode(delta, lambda tensor: (new[tensor], 0), fingerprints, 2, 1).to_bytes()
 
     def apply(payload: bytes, live: Bits) -> None:
@@ -110,7 +116,9 @@ def _theirs(peer: Peer, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]
     )
 
 
-def _measure(sample: Sample, encode: Encode, apply: Apply, memcpy_gb_s: Callable[[], float]) -> dict[str, Any]:
+def _measure(
+    sample: Sample, encode: Encode, apply: Apply, memcpy_gb_s: Callable[[], float]
+) -> dict[str, Any]:
     payloads = [encode(delta.old, delta.new) for delta in sample.deltas]
     for delta, payload in zip(sample.deltas, payloads, strict=True):
         live = {name: bits.copy() for name, bits in delta.old.items()}
@@ -135,12 +143,15 @@ def _measure(sample: Sample, encode: Encode, apply: Apply, memcpy_gb_s: Callable
         "encode_of_memcpy": statistics.median(shares),
         "encode_of_memcpy_spread": (min(shares), max(shares)),
         "apply_changed_per_s": sum(delta.changed for delta, _ in sampled) / apply_s,
-        "encode_peak_extra_bytes": peak_extra_bytes(lambda: encode(sample.deltas[0].old, sample.deltas[0].new)),
+        "encode_peak_extra_bytes": peak_extra_bytes(
+            lambda: encode(sample.deltas[0].old, sample.deltas[0].new)
+        ),
     }
 
 
 def _apply_s(delta: Delta, payload: bytes, apply: Apply) -> float:
-    # An encoding that decodes against the old weights must find them, so they are put back before each repeat.
+    # An encoding that decodes against the old weights must find them, so they are put back before each
+    # repeat.
     live = {name: bits.copy() for name, bits in delta.old.items()}
 
     def restore() -> None:
@@ -158,4 +169,6 @@ def _memcpy() -> Callable[[], float]:
     cores = os.cpu_count() or 1
     parts = list(zip(np.array_split(target, cores), np.array_split(source, cores), strict=True))
     pool = ThreadPoolExecutor(cores)
-    return lambda: 2 * source.nbytes / timed(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))[0] / 1e9
+    return lambda: (
+        2 * source.nbytes / timed(lambda: list(pool.map(lambda part: np.copyto(*part), parts)))[0] / 1e9
+    )

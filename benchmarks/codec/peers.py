@@ -1,11 +1,13 @@
-"""The encodings of other systems, written for this benchmark from their public descriptions, as fairly as those allow.
+"""The encodings of other systems, written for this benchmark from their public descriptions, as fairly as
+those allow.
 
 Systems whose own code can be installed are measured by `benchmarks.rivals` instead.
 
-Each makes real bytes and can apply them again. Where a description leaves something open, the smaller choice was taken:
-all tensors of a delta share one zstd frame, in which a large stream starts a block of its own (so that its symbols are not
-coded with those of the stream before it), and each has a header of 12 bytes where the systems have names and checksums.
-The comparison of old and new weights is ours for all of them. bfloat16 (any 16-bit dtype) only.
+Each makes real bytes and can apply them again. Where a description leaves something open, the smaller choice
+was taken: all tensors of a delta share one zstd frame, in which a large stream starts a block of its own (so
+that its symbols are not coded with those of the stream before it), and each has a header of 12 bytes where
+the systems have names and checksums. The comparison of old and new weights is ours for all of them. bfloat16
+(any 16-bit dtype) only.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ class Peer:
     """One encoding.
 
     Attributes:
-        apply_tensor: Applies the joined streams, given K, to bit patterns of shape N, in place; `columns` is last.
+        apply_tensor: Applies the joined streams, given K, to bit patterns of shape N, in place; `columns` is
+            last.
     """
 
     name: str  # its name, which says what it does
@@ -48,7 +51,9 @@ class Peer:
     apply_tensor: Callable[[bytes, int, np.ndarray, int], None]
     compress: bool = True  # whether the whole payload is compressed into a zstd frame of level 1
 
-    def encode(self, old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray], columns: Mapping[str, int]) -> bytes:
+    def encode(
+        self, old: Mapping[str, np.ndarray], new: Mapping[str, np.ndarray], columns: Mapping[str, int]
+    ) -> bytes:
         """Compare old and new weights and return the payload."""
         streams: list[bytes] = []
         for name, old_N in old.items():
@@ -113,14 +118,22 @@ def _encode_coo(change: Change) -> tuple[bytes, ...]:
     column_gap_K = np.where(row_gap_K == 0, np.diff(column_K, prepend=0), column_K)
     column_width = 2 if change.columns <= 1 << 16 else 4
     rows, columns = row_gap_K.astype(f"u{row_width}"), column_gap_K.astype(f"u{column_width}")
-    return bytes([row_width, column_width]), rows.tobytes(), columns.tobytes(), change.new_N[change.index_K].tobytes()
+    return (
+        bytes([row_width, column_width]),
+        rows.tobytes(),
+        columns.tobytes(),
+        change.new_N[change.index_K].tobytes(),
+    )
 
 
 def _apply_coo(body: bytes, changed: int, live_N: np.ndarray, columns: int) -> None:
     row_width, column_width = body[:2]
     row_gap_K = np.frombuffer(body, f"u{row_width}", changed, 2).astype(np.int64)
-    column_K = np.cumsum(np.frombuffer(body, f"u{column_width}", changed, 2 + row_width * changed), dtype=np.int64)
-    first_K = np.flatnonzero(row_gap_K)  # of a row; the very first element may lie in row 0, with nothing before it
+    column_K = np.cumsum(
+        np.frombuffer(body, f"u{column_width}", changed, 2 + row_width * changed), dtype=np.int64
+    )
+    # of a row; the very first element may lie in row 0, with nothing before it
+    first_K = np.flatnonzero(row_gap_K)
     before = np.concatenate(([0], column_K[:-1]))[first_K]
     column_K -= np.repeat(np.concatenate(([0], before)), np.diff(first_K, prepend=0, append=changed))
     index_K = np.cumsum(row_gap_K) * columns + column_K

@@ -21,7 +21,14 @@ Source: the public history of `one-covenant/grail` on GitHub, `data/*.csv`, 109,
 _COO, _DENSE, _GAP, _RAW = "COO u8/u16 + bf16, zstd", "dense XOR, zstd", "u16 gap + XOR, zstd", "int32 + bf16"
 
 PEER_BITS = (
-    ("PULSE (grail), production, 7.6 B", 0.00775, "23.10", "calculated, its files: 58.9 M changed, 170.0 MB", _COO, "bf16"),
+    (
+        "PULSE (grail), production, 7.6 B",
+        0.00775,
+        "23.10",
+        "calculated, its files: 58.9 M changed, 170.0 MB",
+        _COO,
+        "bf16",
+    ),
     ("NeMo-DCR, 120B", 0.03, "12.6", "calculated, paper: 5.82 of 247.2 GB", _GAP, "fp32"),
     ("NeMo-DCR, 120B", 0.05, "12.1", "calculated, paper: 9.35 of 247.2 GB", _GAP, "fp32"),
     ("NeMo-DCR, Qwen3-30B", 0.03, "13.0", "calculated, paper: 1.49 GB", _GAP, "fp32"),

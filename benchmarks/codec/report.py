@@ -22,7 +22,8 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
 
 def _sample_lines(sample: dict[str, Any]) -> Iterator[str]:
     yield (
-        f"{sample['source']} {sample['label']}: {sample['delta_count']} x {sample['element_count']:,} bf16 elements, "
+        f"{sample['source']} {sample['label']}: {sample['delta_count']} x {sample['element_count']:,} bf16 "
+        "elements, "
         f"{sample['changed_fraction']:.3%} changed"
     )
     yield from table(
@@ -49,19 +50,28 @@ def _sample_lines(sample: dict[str, Any]) -> Iterator[str]:
 
 
 def plot(result: dict[str, Any], target: Path) -> None:
-    """Plot bits per changed element by encoding and density: the simulation as lines, each other sample as a column."""
+    """Plot bits per changed element by encoding and density: the simulation as lines, each other sample as a
+    column.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     simulated = sorted(
-        (sample for sample in result["samples"] if sample["source"] == "simulation"), key=lambda s: s["changed_fraction"]
+        (sample for sample in result["samples"] if sample["source"] == "simulation"),
+        key=lambda s: s["changed_fraction"],
     )
     real = [sample for sample in result["samples"] if sample["source"] != "simulation"]
     widths = [6.0] * bool(simulated) + [1.5 + 1.1 * len(real)] * bool(real)
     figure, axes = pyplot.subplots(
-        1, len(widths), figsize=(sum(widths) + 3, 6), sharey=True, squeeze=False, width_ratios=widths, layout="constrained"
+        1,
+        len(widths),
+        figsize=(sum(widths) + 3, 6),
+        sharey=True,
+        squeeze=False,
+        width_ratios=widths,
+        layout="constrained",
     )
     panels = list(axes[0])
     if simulated:
@@ -78,7 +88,11 @@ def plot(result: dict[str, Any], target: Path) -> None:
         _draw(axis, real, list(range(len(real))), "")
         axis.set_xticks(range(len(real)))
         axis.set_xticklabels(
-            [f"{s['source']}\n{s['label'].replace(', ', chr(10))}\n{s['changed_fraction']:.2%}" for s in real], fontsize=8
+            [
+                f"{s['source']}\n{s['label'].replace(', ', chr(10))}\n{s['changed_fraction']:.2%}"
+                for s in real
+            ],
+            fontsize=8,
         )
         axis.set_xlim(-0.6, len(real) - 0.4)
         axis.set_title("other deltas", fontsize=10)
@@ -100,17 +114,34 @@ def _draw(axis: Any, samples: list[dict[str, Any]], x: list[float], line: str) -
     first = sorted(samples[0]["encodings"], key=lambda row: -row["bits_per_changed"])
     for row in first:
         ours = row["systems"] == "deltasync"
-        y = [next(e["bits_per_changed"] for e in sample["encodings"] if e["name"] == row["name"]) for sample in samples]
-        style = {"marker": "D", "linewidth": 2.2, "zorder": 3} if ours else {"marker": "o", "linewidth": 1.0, "alpha": 0.8}
+        y = [
+            next(e["bits_per_changed"] for e in sample["encodings"] if e["name"] == row["name"])
+            for sample in samples
+        ]
+        style = (
+            {"marker": "D", "linewidth": 2.2, "zorder": 3}
+            if ours
+            else {"marker": "o", "linewidth": 1.0, "alpha": 0.8}
+        )
         label = f"deltasync {row['name']}" if ours else f"{row['systems']}: {row['name']}"
-        axis.plot(x, y, linestyle=line, markersize=6 if ours else 4, color=_color(row["name"], first), label=label, **style)
+        axis.plot(
+            x,
+            y,
+            linestyle=line,
+            markersize=6 if ours else 4,
+            color=_color(row["name"], first),
+            label=label,
+            **style,
+        )
     for context, dash in zip(_PLOTTED_BOUNDS, ("--", ":"), strict=True):
         y = [next(b["total_bits"] for b in sample["bounds"] if b["context"] == context) for sample in samples]
         label = f"bound, given {'nothing' if context == 'none' else f'the old {context}'}"
         if line:
             axis.plot(x, y, linestyle=dash, color="black", linewidth=1.2, label=label)
         else:
-            axis.hlines(y, [at - 0.3 for at in x], [at + 0.3 for at in x], linestyle=dash, color="black", label=label)
+            axis.hlines(
+                y, [at - 0.3 for at in x], [at + 0.3 for at in x], linestyle=dash, color="black", label=label
+            )
 
 
 def _color(name: str, rows: list[dict[str, Any]]) -> str:

@@ -1,10 +1,11 @@
-"""The cost of a commit in a real vLLM: time compared with vLLM's own sparse path, pause of generation, throughput, memory.
+"""The cost of a commit in a real vLLM: time compared with vLLM's own sparse path, pause of generation,
+throughput, memory.
 
     python -m benchmarks.commit [--size 0.6b] [--commits 8] [--device cuda] [--json]
 
-Builds a model of random weights, publishes its versions to a temporary folder and starts vLLM three times. This takes less
-than three minutes on two cores, most of them for the starts and the versions; each of `--commits` adds five seconds. Nothing
-else should run on the machine.
+Builds a model of random weights, publishes its versions to a temporary folder and starts vLLM three times.
+This takes less than three minutes on two cores, most of them for the starts and the versions; each of
+`--commits` adds five seconds. Nothing else should run on the machine.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def main(words: Sequence[str] | None = None) -> None:
     )
     parser.add_argument("--changed", type=float, default=0.01, help="changed fraction of each version")
     parser.add_argument("--commits", type=int, default=8, help="pauses to measure")
-    parser.add_argument("--window", type=float, default=5.0, help="seconds of each window in which throughput is measured")
+    parser.add_argument(
+        "--window", type=float, default=5.0, help="seconds of each window in which throughput is measured"
+    )
     parser.add_argument("--pairs", type=int, default=2, help="windows with versions, and as many without")
     parser.add_argument(
         "--device",
@@ -39,9 +42,13 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("options", nargs="*", metavar="-- OPTIONS", help="options for vLLM's servers")
     given = parser.parse_args(words)
     if not 1e-4 <= given.changed <= 0.1 or min(given.commits, given.window, given.pairs) < 1:
-        parser.error("--changed must be between 0.0001 and 0.1, and --commits, --window and --pairs at least 1")
+        parser.error(
+            "--changed must be between 0.0001 and 0.1, and --commits, --window and --pairs at least 1"
+        )
     interrupt_on_sigterm()
-    result = measure.run(given.size, given.changed, given.commits, given.window, given.pairs, given.device, given.options)
+    result = measure.run(
+        given.size, given.changed, given.commits, given.window, given.pairs, given.device, given.options
+    )
     common.emit(given.json, result, report.lines(result))
 
 

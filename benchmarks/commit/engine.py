@@ -1,4 +1,5 @@
-"""`benchmarks.commit` inside vLLM: loads a checkpoint and measures commits into the live model, in a process of its own.
+"""`benchmarks.commit` inside vLLM: loads a checkpoint and measures commits into the live model, in a process
+of its own.
 
     python -m benchmarks.commit.engine REQUEST.json RESULT.json
 
@@ -18,7 +19,9 @@ def main(request_file: str, result_file: str) -> None:
 
     request = json.loads(Path(request_file).read_text())
     checkpoint = request.pop("checkpoint")
-    engine = LLM(checkpoint, enforce_eager=True, max_model_len=256, max_num_seqs=2, enable_prefix_caching=False)
+    engine = LLM(
+        checkpoint, enforce_eager=True, max_model_len=256, max_num_seqs=2, enable_prefix_caching=False
+    )
 
     from benchmarks.commit import patch
 

@@ -1,4 +1,5 @@
-"""The cost of a commit: in a real vLLM, compared with vLLM's own sparse path, and on a real server under load.
+"""The cost of a commit: in a real vLLM, compared with vLLM's own sparse path, and on a real server under
+load.
 
     versions   the model and the versions
     engine     commits in one process, compared with vLLM's own path (patch)
@@ -47,12 +48,13 @@ def run(
         commits: Number of pauses measured; as many more are measured for versions that change nothing.
         window_s: Length of one window of the throughput, a version a second.
         pairs: Number of windows with and without versions.
-        device: Where vLLM runs, `cpu` or `cuda`. On a GPU only its server is measured, with its CUDA graphs: the commit in
-            one process writes into memory of the host.
+        device: Where vLLM runs, `cpu` or `cuda`. On a GPU only its server is measured, with its CUDA graphs:
+            the commit in one process writes into memory of the host.
         options: Further options for vLLM's servers.
 
     Returns:
-        `model`: its size, elements, tensors, changed elements and payload; `commit`: see `patch.measure`, None on a GPU;
+        `model`: its size, elements, tensors, changed elements and payload; `commit`: see `patch.measure`,
+            None on a GPU;
             `pause`: see `server.pauses`; `throughput`: see `server.throughput`, of the tiny model.
     """
     _require_packages()

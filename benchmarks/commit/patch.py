@@ -1,7 +1,8 @@
-"""Write one delta into the live weights of a vLLM model: by deltasync, by vLLM's own sparse path, by a plain scatter.
+"""Write one delta into the live weights of a vLLM model: by deltasync, by vLLM's own sparse path, by a plain
+scatter.
 
-All run in one process and on the same memory, one after the other. After each the bits are compared with the published ones,
-and then the old ones are restored.
+All run in one process and on the same memory, one after the other. After each the bits are compared with the
+published ones, and then the old ones are restored.
 """
 
 from __future__ import annotations
@@ -39,12 +40,13 @@ def measure(
 ) -> dict[str, Any]:
     """Measure commits of version 2 into a model that holds version 1, and compare the bits.
 
-    `channel` has the newest version 2; the digests are those of each tensor's bits at versions 1 and 2. Each measurement is
-    repeated `repeats` times after a first one.
+    `channel` has the newest version 2; the digests are those of each tensor's bits at versions 1 and 2. Each
+    measurement is repeated `repeats` times after a first one.
 
-    Returns seconds of deltasync's stages, of vLLM's path for each of `PEERS`, and of the plain scatter: of the first time,
-    which may compile or ask for memory, the median of the others and the best; the bytes that stay staged on the device
-    until the commit is confirmed; the extra memory at its peak, of staging and of vLLM's path.
+    Returns seconds of deltasync's stages, of vLLM's path for each of `PEERS`, and of the plain scatter: of
+    the first time, which may compile or ask for memory, the median of the others and the best; the bytes that
+    stay staged on the device until the commit is confirmed; the extra memory at its peak, of staging and of
+    vLLM's path.
     """
     reader = ChannelReader(open_store(channel))
     segments = load_plan.record(model, reader.specs, layers.LOADER).segments
@@ -113,7 +115,9 @@ def measure(
     }
 
 
-def _peer(model: torch.nn.Module, patches: Sequence[tuple[TensorSpec, np.ndarray, np.ndarray]]) -> Callable[..., object]:
+def _peer(
+    model: torch.nn.Module, patches: Sequence[tuple[TensorSpec, np.ndarray, np.ndarray]]
+) -> Callable[..., object]:
     """Return a call of vLLM's own sparse path with this delta, decoded and in the form that it takes."""
     from vllm.model_executor.model_loader.checkpoint_weight_patch import (
         CheckpointWeightPatch,

@@ -11,7 +11,11 @@ from benchmarks.common import table
 def lines(result: dict[str, Any]) -> Iterator[str]:
     """Yield the result as a table; of a server alone if commits in one process were not measured."""
     model, of_process, pause = result["model"], result["commit"], result["pause"]
-    silence, usual, scatter = pause["changed"]["silence_s"], pause["token_gap_s"], pause["changed"]["scatter_s"]
+    silence, usual, scatter = (
+        pause["changed"]["silence_s"],
+        pause["token_gap_s"],
+        pause["changed"]["scatter_s"],
+    )
     yield from table(
         ("", ""),
         [
@@ -23,7 +27,10 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
                 f"the scatter took {1e3 * scatter:.0f} next to vLLM's spinning threads",
             ),
             ("the same, of a version without a change", f"{1e3 * pause['unchanged']['silence_s']:.0f} ms"),
-            ("throughput of the tiny model with a version per second", f"{result['throughput']['share']:.0%}"),
+            (
+                "throughput of the tiny model with a version per second",
+                f"{result['throughput']['share']:.0%}",
+            ),
             *([] if of_process is None else _memory(of_process, model["changed"])),
         ],
         words=2,

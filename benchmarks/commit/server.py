@@ -1,4 +1,5 @@
-"""A real vLLM server while versions arrive: how long each pauses generation, and how much throughput they cost.
+"""A real vLLM server while versions arrive: how long each pauses generation, and how much throughput they
+cost.
 
 The versions are published beforehand; to let one arrive, its record is put where readers look for it.
 """
@@ -68,7 +69,9 @@ class Server:
         return self.shown
 
     def wait_for_shown(self) -> None:
-        """Wait until the newest version that has arrived is served. This reads only files, to disturb nothing."""
+        """Wait until the newest version that has arrived is served. This reads only files, to disturb
+        nothing.
+        """
         self._child.check()
         versions = self._versions
         heartbeat.wait_for(self._store, versions.run_id, self.shown, versions.published, _PATIENCE_S)
@@ -87,7 +90,9 @@ class Server:
     def generated_tokens(self) -> float:
         """Return vLLM's own counter of generated tokens."""
         text = self._get("/metrics").decode()
-        return sum(map(float, re.findall(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", text, re.MULTILINE)))
+        return sum(
+            map(float, re.findall(r"^vllm:generation_tokens_total(?:{.*})? (\S+)$", text, re.MULTILINE))
+        )
 
     def stream(self, token_count: int) -> Iterator[float]:
         """Stream one completion; yield the time at which each piece arrives, in seconds since the epoch."""
@@ -156,7 +161,9 @@ def wait_to_serve(url: str, child: Child, version: int, patience_s: float = _STA
 
 
 @contextlib.contextmanager
-def serve(versions: Versions, log: Path, device: str = "cpu", options: Sequence[str] = ()) -> Iterator[Server]:
+def serve(
+    versions: Versions, log: Path, device: str = "cpu", options: Sequence[str] = ()
+) -> Iterator[Server]:
     """As `launch`, a replica of prepared versions, once it serves version 1."""
     versions.show(1)
     with launch(versions.checkpoint, versions.channel, log, device, options, 8) as (url, child):
@@ -167,11 +174,13 @@ def serve(versions: Versions, log: Path, device: str = "cpu", options: Sequence[
 
 
 def pauses(server: Server, commits: int) -> dict[str, Any]:
-    """Let versions arrive while completions are streamed, in turn one that changes weights and one that changes nothing.
+    """Let versions arrive while completions are streamed, in turn one that changes weights and one that
+    changes nothing.
 
-    The latter shows what a pause costs without a commit. The server's next `2 * commits` versions are of these two kinds in
-    turn. Returns `token_gap_s`, the usual time between two tokens; for `changed` and `unchanged`, medians: `silence_s`, from
-    the last token before to the first after, `extra_s`, how much longer than usual that is, and the server's own numbers.
+    The latter shows what a pause costs without a commit. The server's next `2 * commits` versions are of
+    these two kinds in turn. Returns `token_gap_s`, the usual time between two tokens; for `changed` and
+    `unchanged`, medians: `silence_s`, from the last token before to the first after, `extra_s`, how much
+    longer than usual that is, and the server's own numbers.
     """
     streams: list[list[float]] = []
 
@@ -197,7 +206,10 @@ def pauses(server: Server, commits: int) -> dict[str, Any]:
     gaps = [gap for stream in streams for gap in itertools.pairwise(stream)]
     usual_s = statistics.median(end - start for start, end in outside(gaps, arriving))
     result: dict[str, Any] = {"token_gap_s": usual_s, "first_pause_s": found[0]["pause_s"]}
-    kinds = {"changed": [row for row in found if row["changed"]], "unchanged": [row for row in found if not row["changed"]]}
+    kinds = {
+        "changed": [row for row in found if row["changed"]],
+        "unchanged": [row for row in found if not row["changed"]],
+    }
     for name, rows in kinds.items():
         windows = [(row["served_at"] - row["pause_s"], row["served_at"]) for row in rows]
         silences = [silence for window in windows if (silence := longest(gaps, window)) is not None]
@@ -220,7 +232,9 @@ def longest(gaps: Sequence[tuple[float, float]], window: tuple[float, float]) ->
     return max((high - low for low, high in found), default=None)
 
 
-def outside(gaps: Sequence[tuple[float, float]], windows: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+def outside(
+    gaps: Sequence[tuple[float, float]], windows: Sequence[tuple[float, float]]
+) -> list[tuple[float, float]]:
     """Return the gaps that overlap no window."""
     return [gap for gap in gaps if not any(gap[0] < end and gap[1] > start for start, end in windows)]
 
@@ -228,7 +242,8 @@ def outside(gaps: Sequence[tuple[float, float]], windows: Sequence[tuple[float, 
 def throughput(server: Server, window_s: float, pairs: int) -> dict[str, Any]:
     """Measure tokens per second under load, in windows without versions and with one a second, in turn.
 
-    Returns `without` and `with_versions`, tokens per second of each of the `pairs` of windows; `share`, of all together.
+    Returns `without` and `with_versions`, tokens per second of each of the `pairs` of windows; `share`, of
+    all together.
     """
     rates: dict[bool, list[float]] = {False: [], True: []}
     with _clients(_REQUESTS, lambda _: server.complete(_TOKENS)):
@@ -256,7 +271,9 @@ def _rate(server: Server, window_s: float, arriving: bool) -> float:
 
 @contextlib.contextmanager
 def _clients(count: int, ask: Callable[[threading.Event], None]) -> Iterator[None]:
-    """Run threads that send one request after the other until the `with` block ends; the event says that it has."""
+    """Run threads that send one request after the other until the `with` block ends; the event says that it
+    has.
+    """
     done = threading.Event()
     failures: list[Exception] = []
 

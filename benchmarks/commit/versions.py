@@ -1,7 +1,8 @@
-"""The versions that `benchmarks.commit` commits: a Qwen3 with random weights, and a channel whose versions change 1 % of it.
+"""The versions that `benchmarks.commit` commits: a Qwen3 with random weights, and a channel whose versions
+change 1 % of it.
 
-All versions are published beforehand, and their records are put aside. A record is put back to let its version arrive, so
-that no work of the publisher is measured.
+All versions are published beforehand, and their records are put aside. A record is put back to let its
+version arrive, so that no work of the publisher is measured.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class Versions:
     run_id: str  # run of the channel
     published: dict[int, str]  # digests of the versions, by number
     records: tuple[Path, ...]  # files of the records, from version 1 on, where readers find them
-    sha256: dict[int, dict[str, str]]  # digests of each tensor's bits, at version 1, at version 2 and at the last one
+    # digests of each tensor's bits, at version 1, at version 2 and at the last one
+    sha256: dict[int, dict[str, str]]
     element_count: int
     tensor_count: int
     changed: int  # number of elements that version 2 changes
@@ -54,8 +56,8 @@ class Versions:
 
 
 def prepare(size: str, folder: Path, changes: Sequence[float]) -> Versions:
-    """Build a checkpoint of one of `SIZES` in a new folder, and publish its versions: the first, and one for each changed
-    fraction.
+    """Build a checkpoint of one of `SIZES` in a new folder, and publish its versions: the first, and one for
+    each changed fraction.
     """
     checkpoint, channel = folder / "model", f"file://{folder / 'channel'}"
     folder.mkdir()

@@ -2,8 +2,9 @@
 
     python -m benchmarks.corpus FOLDER [--base CHECKPOINT] [--json]
 
-`benchmarks/corpus/runs.py` says what FOLDER holds, and `make corpus` makes one. Each bit of each version is checked when it
-is read. Some minutes for 40 steps of a model of 135 M parameters on two cores, and 3 GB of memory.
+`benchmarks/corpus/runs.py` says what FOLDER holds, and `make corpus` makes one. Each bit of each version is
+checked when it is read. Some minutes for 40 steps of a model of 135 M parameters on two cores, and 3 GB of
+memory.
 """
 
 from __future__ import annotations
@@ -54,7 +55,9 @@ def _measure_run(run: runs.Run, base: Path) -> dict[str, Any]:
             spans.append({"first_step": start + 1, "last_step": number, **found})
         payload_bytes = sizes.step_sizes(specs, old_N, state.bits_N)
         counts = trace.add(state.bits_N)
-        steps.append({"step": state.step, **counts, "payload_bytes": payload_bytes, "reward": rewards.get(state.step)})
+        steps.append(
+            {"step": state.step, **counts, "payload_bytes": payload_bytes, "reward": rewards.get(state.step)}
+        )
         needed = {start for start, end in wanted if start <= number < end} | {number}
         kept = {at: bits_N for at, bits_N in kept.items() if at in needed}
         old_N = state.bits_N
@@ -94,5 +97,7 @@ if __name__ == "__main__":
         measure,
         report.lines,
         common.option("folder", type=Path, help="the folder of the runs"),
-        common.option("--base", type=Path, help="the checkpoint that the runs start from; FOLDER/base by default"),
+        common.option(
+            "--base", type=Path, help="the checkpoint that the runs start from; FOLDER/base by default"
+        ),
     )

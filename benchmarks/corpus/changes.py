@@ -54,8 +54,10 @@ class Trace:
             "sign_changed": int((((old_K ^ new_K) >> 15) != 0).sum()),
             "changed_before": int((last_K > 0).sum()),
             "changed_in_the_step_before": int(just_K.sum()),
-            "in_the_same_direction": int((just_K & (grew_K == self._grew_N[at_K])).sum()),  # as in the step before
-            "returned": int(((last_K > 0) & (new_K == self._before_N[at_K])).sum()),  # to the bits before the last change
+            # as in the step before
+            "in_the_same_direction": int((just_K & (grew_K == self._grew_N[at_K])).sum()),
+            # to the bits before the last change
+            "returned": int(((last_K > 0) & (new_K == self._before_N[at_K])).sum()),
         }
         self._steps += 1
         self._before_N[at_K], self._last_N[at_K], self._grew_N[at_K] = old_K, self._steps, grew_K

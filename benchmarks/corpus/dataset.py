@@ -1,4 +1,5 @@
-"""Write the files that make a folder of runs a public data set: its card, the licence, and a loader of ten lines.
+"""Write the files that make a folder of runs a public data set: its card, the licence, and a loader of ten
+lines.
 
     python -m benchmarks.corpus.dataset FOLDER
 
@@ -90,6 +91,8 @@ def _mean(values: list[float]) -> float:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     common.run(lambda: write(parser.parse_args().folder))

@@ -24,7 +24,11 @@ def name(run: dict[str, Any]) -> str:
         found: str = run["name"]
         return found
     return ", ".join(
-        [*filter(None, [run.get("task")]), f"{rate:.0e}".replace("e-0", "e-"), *filter(None, [run.get("master")])]
+        [
+            *filter(None, [run.get("task")]),
+            f"{rate:.0e}".replace("e-0", "e-"),
+            *filter(None, [run.get("master")]),
+        ]
     )
 
 
@@ -47,13 +51,18 @@ def overview(result: dict[str, Any]) -> Iterator[str]:
         return f"{sum(of[:5]) / len(of[:5]):.2f} -> {sum(of[-5:]) / len(of[-5:]):.2f}" if of else ""
 
     def bits_in_all(codec: str) -> Any:
-        return lambda run: f"{8 * sum(step['payload_bytes'][codec] for step in run['steps']) / _sum(run, 'changed'):.2f}"
+        return lambda run: (
+            f"{8 * sum(step['payload_bytes'][codec] for step in run['steps']) / _sum(run, 'changed'):.2f}"
+        )
 
     ulps = [f"of {low}" if low == high else f"of {low} to {high}" for low, high in _ranges(result["ulps"])]
     rows = [
         row("steps", lambda run: run["total"]["steps"]),
         row("changed: first step, mean, last step", first_and_last),
-        *(row(f"bits per change of `{codec}`, all steps", bits_in_all(codec)) for codec in ("packed", "context")),
+        *(
+            row(f"bits per change of `{codec}`, all steps", bits_in_all(codec))
+            for codec in ("packed", "context")
+        ),
         row("reward, mean of the first and the last 5 steps", rewards),
         *(row(f"steps {label} ulp", lambda run, at=at: _ulp_share(run, at)) for at, label in enumerate(ulps)),
         row(f"steps of more than {result['ulps'][-1]} ulp", lambda run: _ulp_share(run, len(ulps))),
@@ -63,7 +72,9 @@ def overview(result: dict[str, Any]) -> Iterator[str]:
         row("changed in the step before", share("changed_in_the_step_before")),
         row("of these, in the same direction", share("in_the_same_direction", "changed_in_the_step_before")),
         row("return to the bits before their last change", share("returned")),
-        row("elements that ever changed", lambda run: f"{run['total']['ever_changed'] / run['elements']:.2%}"),
+        row(
+            "elements that ever changed", lambda run: f"{run['total']['ever_changed'] / run['elements']:.2%}"
+        ),
         row(
             "of these, as at the start in the end",
             lambda run: f"{run['total']['as_at_the_start'] / max(run['total']['ever_changed'], 1):.1%}",
@@ -107,23 +118,38 @@ def _by(result: dict[str, Any], what: str, names: Sequence[str]) -> Iterator[str
         cells = []
         for run in result["runs"]:
             total = run["total"]
-            cells.append(f"{total[f'changes_by_{what}'][each] / total[f'elements_by_{what}'][each] / total['steps']:.3%}")
+            cells.append(
+                f"{total[f'changes_by_{what}'][each] / total[f'elements_by_{what}'][each] / total['steps']:.3%}"
+            )
         rows.append((each, f"{result['runs'][0]['total'][f'elements_by_{what}'][each]:,}", *cells))
     yield from table((what, "elements", *map(name, result["runs"])), rows)
 
 
 def sizes(result: dict[str, Any]) -> Iterator[str]:
     """Yield bits per changed element by encoding and bound, a column for each span."""
-    spans = [(run, span) for run in result["runs"] for span in run["spans"] if span["first_step"] < run["total"]["steps"]]
+    spans = [
+        (run, span)
+        for run in result["runs"]
+        for span in run["spans"]
+        if span["first_step"] < run["total"]["steps"]
+    ]
     heads = [f"{name(run)}, {_span(span)}, {span['changed_fraction']:.2%}" for run, span in spans]
     rows = []
     one = middle(result["runs"][0])
     for encoding in sorted(one["encodings"], key=lambda each: -each["bits_per_changed"]):
         bits = (f"{bits_of(span, encoding['name']):.2f}" for _, span in spans)
         ours = encoding["systems"] == "deltasync"
-        rows.append((f"**`{encoding['name']}`**" if ours else encoding["name"], "" if ours else encoding["systems"], *bits))
+        rows.append(
+            (
+                f"**`{encoding['name']}`**" if ours else encoding["name"],
+                "" if ours else encoding["systems"],
+                *bits,
+            )
+        )
     for context in [bound["context"] for bound in one["bounds"]]:
-        cells = (f"{found:.2f}" if (found := bound_of(span, context)) is not None else "" for _, span in spans)
+        cells = (
+            f"{found:.2f}" if (found := bound_of(span, context)) is not None else "" for _, span in spans
+        )
         rows.append((f"*bound, given {'nothing' if context == 'none' else context}*", "", *cells))
     yield from table(("encoding", "written from descriptions of", *heads), rows, words=2)
 
@@ -131,7 +157,9 @@ def sizes(result: dict[str, Any]) -> Iterator[str]:
 def middle(run: dict[str, Any]) -> dict[str, Any]:
     """Return the span that is the middle step."""
     first = run["total"]["steps"] // 2 + 1
-    found: dict[str, Any] = next(each for each in run["spans"] if each["first_step"] == each["last_step"] == first)
+    found: dict[str, Any] = next(
+        each for each in run["spans"] if each["first_step"] == each["last_step"] == first
+    )
     return found
 
 
@@ -143,7 +171,9 @@ def bits_of(span: dict[str, Any], encoding: str) -> float:
 
 def bound_of(span: dict[str, Any], context: str) -> float | None:
     """Return the bound given a context; None where it was not computed."""
-    found: float | None = next((each["total_bits"] for each in span["bounds"] if each["context"] == context), None)
+    found: float | None = next(
+        (each["total_bits"] for each in span["bounds"] if each["context"] == context), None
+    )
     return found
 
 

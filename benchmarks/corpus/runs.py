@@ -1,8 +1,9 @@
-"""A folder of real runs: one channel each, the checkpoint that they start from, and what was logged while training.
+"""A folder of real runs: one channel each, the checkpoint that they start from, and what was logged while
+training.
 
-    FOLDER/base/            the checkpoint, a directory that `from_pretrained` loads
-    FOLDER/NAME/            the channel of a run, a version for each optimizer step
-    FOLDER/NAME.json        its learning rate and logged steps; a run whose channel was not kept has this file alone
+    FOLDER/base/            the checkpoint, a directory that `from_pretrained` loads FOLDER/NAME/
+    the channel of a run, a version for each optimizer step FOLDER/NAME.json        its learning rate and
+    logged steps; a run whose channel was not kept has this file alone
 
 Shape suffix: N elements of the whole model, tensor after tensor in the order of the channel's table.
 """
@@ -43,7 +44,8 @@ class Run:
 
     name: str
     url: str
-    facts: Mapping[str, Any]  # `learning_rate`, and `steps` with step and reward of each; empty if nothing was logged
+    # `learning_rate`, and `steps` with step and reward of each; empty if nothing was logged
+    facts: Mapping[str, Any]
 
     def specs(self) -> dict[str, TensorSpec]:
         """Return the channel's tensors by name.
@@ -63,7 +65,8 @@ class Run:
         return 0 if newest is None else newest.version - 1
 
     def states(self, base: Path) -> Iterator[State]:
-        """Yield the weights of each version, oldest first; every bit is checked against the fingerprints of the channel.
+        """Yield the weights of each version, oldest first; every bit is checked against the fingerprints of
+        the channel.
 
         Raises:
             ConfigError: the run did not start from the checkpoint `base`.
@@ -85,7 +88,8 @@ def find(folder: Path) -> list[Run]:
         ConfigError: it has none.
     """
     found = [
-        Run(path.parent.name, path.parent.resolve().as_uri(), facts(path.parent)) for path in folder.glob(f"*/{CHANNEL}")
+        Run(path.parent.name, path.parent.resolve().as_uri(), facts(path.parent))
+        for path in folder.glob(f"*/{CHANNEL}")
     ]
     if not found:
         raise ConfigError(f"{folder} has no run: no sub-folder of it holds a {CHANNEL}.")

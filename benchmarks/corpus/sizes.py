@@ -1,4 +1,5 @@
-"""Bytes of every encoding for steps and compactions of a run. Each payload is decoded, and must give the new bits.
+"""Bytes of every encoding for steps and compactions of a run. Each payload is decoded, and must give the new
+bits.
 
 Sizes only: `benchmarks.codec` measures speeds.
 """
@@ -19,13 +20,16 @@ COMPACTIONS = (8, 32, 64)  # steps
 
 
 def spans(steps: int) -> list[tuple[int, int]]:
-    """Return what is encoded of a run, as steps before and after: the first, middle and last step, and compactions.
+    """Return what is encoded of a run, as steps before and after: the first, middle and last step, and
+    compactions.
 
     The middle of each compaction is the middle step. A run that is too short has none.
     """
     middle = steps // 2
     found = [(0, 1), (middle, middle + 1), (steps - 1, steps)]
-    found += [(middle - length // 2, middle - length // 2 + length) for length in COMPACTIONS if length <= steps]
+    found += [
+        (middle - length // 2, middle - length // 2 + length) for length in COMPACTIONS if length <= steps
+    ]
     return list(dict.fromkeys(found))
 
 
@@ -39,10 +43,17 @@ def step_sizes(specs: Mapping[str, TensorSpec], old_N: np.ndarray, new_N: np.nda
 def span_sizes(
     specs: Mapping[str, TensorSpec], old_N: np.ndarray, new_N: np.ndarray, history_N: np.ndarray | None
 ) -> dict[str, Any]:
-    """Return the bytes of every encoding of the change, and the bounds; `history_N` is None for a compaction."""
+    """Return the bytes of every encoding of the change, and the bounds; `history_N` is None for a
+    compaction.
+    """
     old, new = by_tensor(specs, old_N), by_tensor(specs, new_N)
     changed = int((old_N != new_N).sum())
-    found: dict[str, Any] = {"changed": changed, "changed_fraction": changed / old_N.size, "encodings": [], "bounds": []}
+    found: dict[str, Any] = {
+        "changed": changed,
+        "changed_fraction": changed / old_N.size,
+        "encodings": [],
+        "bounds": [],
+    }
     for name, systems, (encode, apply) in measure.encodings(specs):
         payload = encode(old, new)
         live = {tensor: bits.copy() for tensor, bits in old.items()}

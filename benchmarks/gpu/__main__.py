@@ -1,14 +1,16 @@
 """Measure and check everything that runs on a GPU, on this machine's GPU, in less than 150 seconds.
 
-    python -m benchmarks.gpu [--parts kernels,dense,anchor,mixture,detect,tests] [--limit-s 150] [--no-counts] [--json]
+    python -m benchmarks.gpu [--parts kernels,dense,anchor,mixture,detect,tests] [--limit-s 150] [--no-counts]
+    [--json]
 
-`--parts kernels,dense,anchor,mixture --no-counts` is stage, commit, rollback, audit and full weights of 7.6 G elements in
-339 and 18,819 tensors. Each part prints its rows as soon as it ends; one that would begin after `--limit-s` is left out.
+`--parts kernels,dense,anchor,mixture --no-counts` is stage, commit, rollback, audit and full weights of 7.6 G
+elements in 339 and 18,819 tensors. Each part prints its rows as soon as it ends; one that would begin after
+`--limit-s` is left out.
 
-Needs Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec; `make gpu-kit` makes a folder to carry to a
-machine without a package index. The models need 60 GB of GPU memory and `anchor` 40 GB on the host; `--small` needs little.
-Without a GPU, Triton's interpreter runs it at a small size: the checks are the same, but times mean nothing. Exits with 1 if
-a check failed or a bar was missed.
+Needs Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec; `make gpu-kit` makes a folder to
+carry to a machine without a package index. The models need 60 GB of GPU memory and `anchor` 40 GB on the
+host; `--small` needs little. Without a GPU, Triton's interpreter runs it at a small size: the checks are the
+same, but times mean nothing. Exits with 1 if a check failed or a bar was missed.
 """
 
 from __future__ import annotations
@@ -42,13 +44,18 @@ def main() -> None:
     """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
     parser.add_argument(
-        "--elements", type=int, default=7_600_000_000, help="size of the single tensor; fewer if memory is short"
+        "--elements",
+        type=int,
+        default=7_600_000_000,
+        help="size of the single tensor; fewer if memory is short",
     )
     parser.add_argument("--changed-percent", type=float, default=1.0)
     parser.add_argument("--small", action="store_true", help="use small sizes, as without a GPU")
     parser.add_argument("--parts", default=",".join(PARTS), help="what to measure, in this order")
     parser.add_argument("--limit-s", type=float, default=1e9, help="begin no part after so many seconds")
-    parser.add_argument("--no-counts", action="store_true", help="do not run each step again under PyTorch's profiler")
+    parser.add_argument(
+        "--no-counts", action="store_true", help="do not run each step again under PyTorch's profiler"
+    )
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     if not {*parts} <= {*PARTS}:
@@ -162,14 +169,29 @@ def _empty_cache(machine: Any) -> None:
 
 
 def _run_tests(interpreted: bool) -> None:
-    """Run the tests of the kernels, each file in a process of its own; the default suite has them interpreted."""
+    """Run the tests of the kernels, each file in a process of its own; the default suite has them
+    interpreted.
+    """
     missing = [name for name in ("pytest", "hypothesis") if importlib.util.find_spec(name) is None]
     if interpreted or missing:
-        common.say(f"tests skipped: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}")
+        common.say(
+            f"tests skipped: {'the default suite has them' if interpreted else 'no ' + ', '.join(missing)}"
+        )
         return
     for name, chosen in TESTS.items():
         # Without conftest.py, whose fixtures need what only the default suite has.
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-W", "default", "-p", "no:cacheprovider", "--noconftest"]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-W",
+            "default",
+            "-p",
+            "no:cacheprovider",
+            "--noconftest",
+        ]
         command += ["-p", "tests.profiles", f"tests/property/{name}", *chosen]
         done = subprocess.run(command, cwd=ROOT, timeout=TESTS_S, capture_output=True, text=True, check=False)
         common.say(f"{name}: {done.stdout.rstrip().rpartition(chr(10))[2]}")
@@ -178,10 +200,15 @@ def _run_tests(interpreted: bool) -> None:
 
 def _lines(result: dict[str, Any]) -> Iterator[str]:
     yield f"{result['device']}, CUDA {result['cuda']}"
-    yield from common.table(("", "ms", "GB/s", "launches", "waits", "peak MB", ""), map(_cells, result["rows"]))
+    yield from common.table(
+        ("", "ms", "GB/s", "launches", "waits", "peak MB", ""), map(_cells, result["rows"])
+    )
     yield ""
     verdicts = {True: "met", False: "MISSED", None: "needs a GPU"}
-    bars = [(bar["what"], f"{bar['found']:.2f}", f"{bar['most']:g}", verdicts[bar["met"]]) for bar in result["bars"]]
+    bars = [
+        (bar["what"], f"{bar['found']:.2f}", f"{bar['most']:g}", verdicts[bar["met"]])
+        for bar in result["bars"]
+    ]
     yield from common.table(("", "found", "at most", ""), bars)
     for name, error in result["failures"].items():
         yield f"FAILED {name}: {error}"

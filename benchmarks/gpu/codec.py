@@ -2,13 +2,13 @@
 
     python -m benchmarks.gpu.codec [--elements 7600000000] [--changed-percent 1] [--small] [--json]
 
-Takes less than a minute on an H100 or H200, of which the kernels' compilation is the largest part. Needs Python 3.11 or
-newer, torch, triton, numpy, safetensors and msgspec. Without the C extension the classes are fitted in numpy; the time of
-that is said apart, because it is the host's. Without a GPU, Triton's interpreter runs it at a small size, where times mean
-nothing. Exits with 1 if a check failed.
+Takes less than a minute on an H100 or H200, of which the kernels' compilation is the largest part. Needs
+Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec. Without the C extension the classes are
+fitted in numpy; the time of that is said apart, because it is the host's. Without a GPU, Triton's interpreter
+runs it at a small size, where times mean nothing. Exits with 1 if a check failed.
 
-Weights are normally distributed bfloat16 in the shapes of Qwen2.5-7B. An element changes by the part of its unit in the last
-place that one update of constant size is, as at small learning rates.
+Weights are normally distributed bfloat16 in the shapes of Qwen2.5-7B. An element changes by the part of its
+unit in the last place that one update of constant size is, as at small learning rates.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
     places = {2: codec_device.Places.of(vector, delta.bits[2])}
     pieces = list(codec_device.split(delta, 100 if on.type == "cpu" else 1 << 20))
     result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name() if on.type == "cuda" else "Triton's interpreter, where times mean nothing",
+        "device": torch.cuda.get_device_name()
+        if on.type == "cuda"
+        else "Triton's interpreter, where times mean nothing",
         "elements": vector.element_count,
         "tensors": len(shapes),
         "changed": steps.changed,
@@ -148,14 +150,21 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
     return result
 
 
-def _shapes(layers: int, hidden: int, inner: int, vocabulary: int, key_value: int) -> dict[str, tuple[int, ...]]:
+def _shapes(
+    layers: int, hidden: int, inner: int, vocabulary: int, key_value: int
+) -> dict[str, tuple[int, ...]]:
     """Return the shapes of Qwen2.5; with 28 layers 339 tensors."""
     shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, hidden)}
     for layer in range(layers):
         of_layer: dict[str, tuple[int, ...]] = {"norm_1": (hidden,), "norm_2": (hidden,)}
         for name, rows in (("q", hidden), ("k", key_value), ("v", key_value)):
             of_layer |= {f"{name}.weight": (rows, hidden), f"{name}.bias": (rows,)}
-        of_layer |= {"o": (hidden, hidden), "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        of_layer |= {
+            "o": (hidden, hidden),
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }
         shapes |= {f"{layer}.{name}": shape for name, shape in of_layer.items()}
     return shapes | {"norm": (hidden,), "head": (vocabulary, hidden)}
 
@@ -203,7 +212,11 @@ def _delta(layout: Any, changed_fraction: float, on: Any) -> Any:
             low, high = 0.0, 1.0
             for _ in range(40):
                 size = (low + high) / 2
-                low, high = (low, size) if float((ulps * size).clamp_(max=1).mean()) > changed_fraction else (size, high)
+                low, high = (
+                    (low, size)
+                    if float((ulps * size).clamp_(max=1).mean()) > changed_fraction
+                    else (size, high)
+                )
         moved = ulps.mul_(size)
         index = torch.nonzero(torch.rand(part.numel(), generator=generator, device=on) < moved).reshape(-1)
         sign = torch.randint(0, 2, (index.numel(),), generator=generator, device=on) * 2 - 1
@@ -212,7 +225,9 @@ def _delta(layout: Any, changed_fraction: float, on: Any) -> Any:
     at_K, step_K = torch.cat(at), torch.cat(step)
     del at, step
     first_T = vector.first_T
-    base_B = np.concatenate([np.arange(low, high, BLOCK) for low, high in itertools.pairwise(first_T.tolist())])
+    base_B = np.concatenate(
+        [np.arange(low, high, BLOCK) for low, high in itertools.pairwise(first_T.tolist())]
+    )
     base = torch.from_numpy(base_B).to(on)
     bound = torch.cat((torch.searchsorted(at_K, base), torch.tensor([at_K.numel()], device=on)))
     count_T = np.diff(torch.searchsorted(at_K, torch.from_numpy(first_T).to(on)).cpu().numpy())
@@ -293,11 +308,15 @@ def _check(name: str, file: bytes, delta: Any, piece: Any) -> int:
 def _row_lines(row: dict[str, Any]) -> Iterator[str]:
     encode_s, decode_s = _BARS_S[row["codec"]]
     yield (
-        f"{row['codec']}: encode {1e3 * row['encode_s']:.1f} ms (bar {1e3 * encode_s:.0f}; of it fitting classes on the "
-        f"host {1e3 * row['fit_s']:.1f}), prove {1e3 * row['prove_s']:.1f}, decode {1e3 * row['decode_s']:.1f} ms (bar with "
+        f"{row['codec']}: encode {1e3 * row['encode_s']:.1f} ms (bar {1e3 * encode_s:.0f}; of it fitting "
+        "classes on the "
+        f"host {1e3 * row['fit_s']:.1f}), prove {1e3 * row['prove_s']:.1f}, decode "
+        f"{1e3 * row['decode_s']:.1f} ms (bar with "
         f"staging {1e3 * decode_s:.0f}), "
-        f"{row['bits_per_change']:.2f} bits a change, {row['payloads']} payloads, {row['changes_checked']:,} changes as the "
-        f"host writes them, peak {(row['peak_bytes'] or 0) / 1e6:.0f} and {(row['peak_decode_bytes'] or 0) / 1e6:.0f} MB, "
+        f"{row['bits_per_change']:.2f} bits a change, {row['payloads']} payloads, {row['changes_checked']:,} "
+        "changes as the "
+        f"host writes them, peak {(row['peak_bytes'] or 0) / 1e6:.0f} and "
+        f"{(row['peak_decode_bytes'] or 0) / 1e6:.0f} MB, "
         f"first {row['first_s']:.1f} s"
     )
     for what in ("encode", "decode"):

@@ -1,4 +1,6 @@
-"""The trainer's half on a GPU: from the optimizer's step to the changes, which stay there; then the shadow takes them."""
+"""The trainer's half on a GPU: from the optimizer's step to the changes, which stay there; then the shadow
+takes them.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""How long a trainer is held on a GPU: checking a stream, comparing it with the shadow there, applying the difference.
+"""How long a trainer is held on a GPU: checking a stream, comparing it with the shadow there, applying the
+difference.
 
     python -m benchmarks.gpu.held [--elements 7600000000] [--json]
 
-Checks positions and steps of every comparison. Without a GPU, Triton's interpreter runs it at a small size, and times mean
-nothing. Takes about a minute on an H100.
+Checks positions and steps of every comparison. Without a GPU, Triton's interpreter runs it at a small size,
+and times mean nothing. Takes about a minute on an H100.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ ROUNDS = 5
 def main() -> None:
     """Run the benchmark by the command line."""
     parser = common.parser(__doc__)
-    parser.add_argument("--elements", type=int, default=7_600_000_000, help="about how many; fewer if memory is short")
+    parser.add_argument(
+        "--elements", type=int, default=7_600_000_000, help="about how many; fewer if memory is short"
+    )
     arguments = parser.parse_args()
     import torch
 
@@ -44,7 +47,10 @@ def measure(element_count: int) -> dict[str, Any]:
 
     if not torch.cuda.is_available():
         ACCELERATORS.add("cpu")
-        device, models = torch.device("cpu"), [dense(1, 24, 40, 70, 8), mixture(1, 2, 16, 8, 5), dense(1, 8, 16, 40, 8)]
+        device, models = (
+            torch.device("cpu"),
+            [dense(1, 24, 40, 70, 8), mixture(1, 2, 16, 8, 5), dense(1, 8, 16, 40, 8)],
+        )
     else:
         device = torch.device("cuda", torch.cuda.current_device())
         share = min(1.0, element_count / 7_600_000_000, torch.cuda.mem_get_info(device)[0] / 60e9)
@@ -124,7 +130,11 @@ class _Case:
             yield self._row("fingerprints of all", self._median_s(self.shadow._memory.fingerprints))
         for fraction in fractions:
             count = self.flat.numel()
-            at_K = random_positions(count, fraction, self.device, 4) if fraction else torch.empty(0, dtype=torch.int64)
+            at_K = (
+                random_positions(count, fraction, self.device, 4)
+                if fraction
+                else torch.empty(0, dtype=torch.int64)
+            )
             at_K = at_K.to(self.device)
             times: dict[str, list[float]] = {"compare": [], "apply": []}
             note = ""
@@ -135,7 +145,9 @@ class _Case:
                     before = torch.cuda.memory_allocated()
                 compare_s = self._seconds(self._compare)
                 if self.device.type == "cuda":
-                    note = f"peak {(torch.cuda.max_memory_allocated() - before) / 1e6:,.0f} MB beside the shadow"
+                    note = (
+                        f"peak {(torch.cuda.max_memory_allocated() - before) / 1e6:,.0f} MB beside the shadow"
+                    )
                 found = self.found
                 if number < 2:
                     self._check(found, at_K)
@@ -149,7 +161,9 @@ class _Case:
             yield self._row(f"compare, {fraction:.1%}: {at_K.numel():,}", compare_s, note)
             yield self._row(f"apply, {fraction:.1%}", statistics.median(times["apply"]))
             del at_K
-        yield self._row("checking the stream", self._median_s(lambda: self.source._again(self.weights.items())))
+        yield self._row(
+            "checking the stream", self._median_s(lambda: self.source._again(self.weights.items()))
+        )
 
     def _change(self, at_K: Any) -> None:
         import torch
@@ -172,7 +186,9 @@ class _Case:
             (delta,) = found.pieces
             (steps,) = delta.steps.values()
             for low in range(0, steps.changed, 1 << 27):
-                assert torch.equal(steps.positions(low, low + (1 << 27)), at_K[low : low + (1 << 27)]), "positions"
+                assert torch.equal(steps.positions(low, low + (1 << 27)), at_K[low : low + (1 << 27)]), (
+                    "positions"
+                )
             if self.flat.dtype != torch.float32:
                 assert bool((steps.step_K == 1).all()), "steps"
 

@@ -65,7 +65,9 @@ class Machine:
         self.small = small or self.interpreted
         if self.interpreted:
             kernels.ACCELERATORS.add("cpu")
-        self.device = torch.device("cpu") if self.interpreted else torch.device("cuda", torch.cuda.current_device())
+        self.device = (
+            torch.device("cpu") if self.interpreted else torch.device("cuda", torch.cuda.current_device())
+        )
         self.device_name = "no GPU: Triton's interpreter, at a small size, where times mean nothing"
         if not self.interpreted:
             properties = torch.cuda.get_device_properties(self.device)
@@ -78,7 +80,9 @@ class Machine:
         self._count_launches()
 
     def device_of(self, live: torch.Tensor) -> Device:
-        """As that of `deltasync.live`; if kernels are interpreted, the host's memory stands for a device's."""
+        """As that of `deltasync.live`; if kernels are interpreted, the host's memory stands for a
+        device's.
+        """
         return _HOST_AS_DEVICE if self.interpreted else device_of(live)
 
     def synchronize(self) -> None:
@@ -95,14 +99,18 @@ class Machine:
         return time.perf_counter() - start
 
     def median_s(self, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
-        """Return the median time of several runs within `_PATIENCE_S`, each after `before`, which is not measured."""
+        """Return the median time of several runs within `_PATIENCE_S`, each after `before`, which is not
+        measured.
+        """
         times: list[float] = []
         while not times or (not self.interpreted and len(times) < _ROUNDS and sum(times) < _PATIENCE_S):
             before()
             times.append(self.seconds(run))
         return statistics.median(times)
 
-    def measure(self, what: str, run: Callable[[], object], before: Callable[[], object] = lambda: None) -> Row:
+    def measure(
+        self, what: str, run: Callable[[], object], before: Callable[[], object] = lambda: None
+    ) -> Row:
         """Measure an operation, each time after `before`, which is not measured, and add it to the rows."""
         row = Row(what=what, seconds=self.median_s(run, before))
         if self._counts or self.interpreted:
@@ -114,7 +122,9 @@ class Machine:
 
     def bar(self, what: str, found: float, most: float, judged: bool = True) -> None:
         """Compare a number with its bar; a time only if there is a GPU."""
-        self.bars.append(Bar(what=what, found=found, most=most, met=found <= most if judged and not self.small else None))
+        self.bars.append(
+            Bar(what=what, found=found, most=most, met=found <= most if judged and not self.small else None)
+        )
 
     @contextlib.contextmanager
     def _counted(self, row: Row) -> Iterator[None]:
@@ -176,6 +186,8 @@ def random_positions(count: int, changed_fraction: float, device: torch.device, 
     """Return ascending distinct positions, int64, with uniform gaps of the right mean."""
     generator = torch.Generator(device).manual_seed(seed)
     most = max(2, round(2 / changed_fraction))
-    gap_K = torch.randint(1, most, (max(1, int(count * changed_fraction)),), generator=generator, device=device)
+    gap_K = torch.randint(
+        1, most, (max(1, int(count * changed_fraction)),), generator=generator, device=device
+    )
     at_K = gap_K.cumsum_(0) - 1
     return at_K[at_K < count]

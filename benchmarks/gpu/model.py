@@ -50,14 +50,21 @@ def dense(layers: int, hidden: int, inner: int, vocabulary: int, key_value: int)
         rows = {"q": hidden, "k": key_value, "v": key_value}
         of_layer: Shapes = {f"{name}.weight": (count, hidden) for name, count in rows.items()}
         of_layer |= {f"{name}.bias": (count,) for name, count in rows.items()}
-        of_layer |= {"o": (hidden, hidden), "gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
+        of_layer |= {
+            "o": (hidden, hidden),
+            "gate": (inner, hidden),
+            "up": (inner, hidden),
+            "down": (hidden, inner),
+        }
         of_layer |= {"norm_1": (hidden,), "norm_2": (hidden,)}
         shapes |= {f"{layer}.{name}": shape for name, shape in of_layer.items()}
     return shapes | {"norm": (hidden,), "head": (vocabulary, hidden)}
 
 
 def mixture(layers: int, experts: int, hidden: int, inner: int, rest: int) -> Shapes:
-    """Return shapes of experts, three matrices each, and of others; 48 layers of 128 experts and 387 others are 18,819."""
+    """Return shapes of experts, three matrices each, and of others; 48 layers of 128 experts and 387 others
+    are 18,819.
+    """
     shapes: Shapes = {f"other.{number}": (hidden, hidden) for number in range(rest)}
     for layer in range(layers):
         for expert in range(experts):
@@ -67,7 +74,9 @@ def mixture(layers: int, experts: int, hidden: int, inner: int, rest: int) -> Sh
 
 
 def positions(model: Model, changed_fraction: float) -> torch.Tensor:
-    """Return positions in `flat`, which is the model's vector, ascending and distinct, int64 on the device."""
+    """Return positions in `flat`, which is the model's vector, ascending and distinct, int64 on the
+    device.
+    """
     return random_positions(model.flat.numel(), changed_fraction, model.flat.device, 1)
 
 
@@ -92,7 +101,9 @@ class Run:
         step_K = random_bits(at_K.numel(), machine.device, 4) | 1  # never 0
         layout = Layout(model.specs)
         (vector,) = layout.vectors.values()
-        on_host = Sparse(at_K.cpu().numpy().astype(vector.index_dtype, copy=False), step_K.cpu().numpy().view("u2"))
+        on_host = Sparse(
+            at_K.cpu().numpy().astype(vector.index_dtype, copy=False), step_K.cpu().numpy().view("u2")
+        )
         self.changed = Changed(Delta(layout, {2: on_host}), dict.fromkeys(model.specs))
         steps = _sparse(vector, at_K, step_K)
         delta: Any = DeviceDelta(layout, {2: steps}, {})
@@ -101,7 +112,9 @@ class Run:
         model.flat[at_K] += step_K  # what a commit has to give
 
     def measure(self, scatter_s: float | None) -> None:
-        """Measure stage, commit, rollback and audit. `scatter_s` is the time of a plain scatter of as many elements."""
+        """Measure stage, commit, rollback and audit. `scatter_s` is the time of a plain scatter of as many
+        elements.
+        """
         machine, memory, model = self._machine, self.memory, self.model
         self._timed("the table, once", memory.warm_up)
         memory.audit()
@@ -135,15 +148,21 @@ class Run:
             commit()
 
         row = machine.measure(self._label("commit"), commit, back)
-        row.note = f"{staged[0].changed:,} elements; {1e3 * staged[0].scatter_s:.2f} ms of it until they are written"
+        row.note = (
+            f"{staged[0].changed:,} elements; {1e3 * staged[0].scatter_s:.2f} ms of it until they are written"
+        )
         if scatter_s is not None:
             machine.bar(self._label("commit, in plain scatters"), row.seconds / scatter_s, 1.3)
             machine.bar(self._label("commit, extra device memory in MB"), (row.peak_bytes or 0) / 1e6, 256)
         assert torch.equal(model.live, model.flat), "the commit left other bits"
-        machine.measure(self._label("confirm: fingerprints of all tensors compared"), lambda: memory.compare(committed[0]))
+        machine.measure(
+            self._label("confirm: fingerprints of all tensors compared"), lambda: memory.compare(committed[0])
+        )
         after = memory.known_parts.tolist()
         memory.audit()
-        assert memory.known_parts.tolist() == after != before, "the audit found other fingerprints than the commit"
+        assert memory.known_parts.tolist() == after != before, (
+            "the audit found other fingerprints than the commit"
+        )
         machine.measure(self._label("rollback"), back, again)
         assert torch.equal(model.live, bits), "the rollback left other bits"
         assert memory.known_parts.tolist() == before

@@ -16,8 +16,8 @@ _KEY = 0x9E3779B97F4A7C15
 def measure(machine: Machine, element_count: int, changed_fraction: float) -> dict[str, float]:
     """Measure each kernel, and check its result.
 
-    Bytes are those read and written, as for a copy: the tensor for a fingerprint, and for each element that is exchanged its
-    position, its value twice, and a sector of memory twice. Returns `copy`, bytes per
+    Bytes are those read and written, as for a copy: the tensor for a fingerprint, and for each element that
+    is exchanged its position, its value twice, and a sector of memory twice. Returns `copy`, bytes per
     second, and `scatter_s`, seconds of a plain scatter of the changed elements.
     """
     live_N = random_bits(element_count, machine.device, 0)
@@ -49,11 +49,14 @@ def _measure_tables(machine: Machine, live_N: torch.Tensor, at_K: torch.Tensor) 
     segment = Segment(live_N, (1,), 0)
     pieces = [*segment.pieces(MOST_ELEMENTS)]
     lines = [
-        Line(_KEY, each.flat(), each.offset, each.offset, each.offset + each.live.numel(), each.layout()) for each in pieces
+        Line(_KEY, each.flat(), each.offset, each.offset, each.offset + each.live.numel(), each.layout())
+        for each in pieces
     ]
     of = Table(lines, device)
     low_K, step_K = at_K.to(torch.int32), torch.ones(at_K.numel(), dtype=torch.int16, device=machine.device)
-    low_S, count_S = of.bounds(torch.searchsorted(at_K, torch.from_numpy(of.limit_L).to(at_K.device)).cpu().numpy())
+    low_S, count_S = of.bounds(
+        torch.searchsorted(at_K, torch.from_numpy(of.limit_L).to(at_K.device)).cpu().numpy()
+    )
     writes = Writes(of, low_K, step_K, low_S, count_S)
     held, (sum_S,) = live_N.clone(), of.empty(((len(lines),), torch.int64))
     on_device.warm_up(device, live_N.dtype)

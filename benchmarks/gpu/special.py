@@ -16,7 +16,9 @@ _GPU_ALONE = "needs a GPU"
 
 
 def captured_graph(machine: Machine, run: Run) -> None:
-    """Check that a captured graph computes with the new weights after a commit: it reads them where they are."""
+    """Check that a captured graph computes with the new weights after a commit: it reads them where they
+    are.
+    """
     if machine.interpreted:
         machine.rows.append(Row(what="captured graph", seconds=0.0, note=_GPU_ALONE))
         return
@@ -36,7 +38,9 @@ def captured_graph(machine: Machine, run: Run) -> None:
     assert torch.equal(before, weight)
     committed = run.memory.commit(run.memory.stage(run.on_device))
     graph.replay()
-    assert torch.equal(result, weight) and not torch.equal(result, before), "a captured graph does not see a commit"
+    assert torch.equal(result, weight) and not torch.equal(result, before), (
+        "a captured graph does not see a commit"
+    )
     run.memory.rollback(committed)
     graph.replay()
     assert torch.equal(result, before), "a captured graph does not see a rollback"
@@ -45,7 +49,9 @@ def captured_graph(machine: Machine, run: Run) -> None:
 
 
 def staging_beside_work(machine: Machine, run: Run) -> None:
-    """Measure how much longer work on another stream takes while a version is staged, and how long staging takes."""
+    """Measure how much longer work on another stream takes while a version is staged, and how long staging
+    takes.
+    """
     if machine.interpreted:
         machine.rows.append(Row(what="staging beside a busy stream", seconds=0.0, note=_GPU_ALONE))
         return
@@ -86,13 +92,19 @@ def staging_beside_work(machine: Machine, run: Run) -> None:
 
 
 def anchor(machine: Machine, run: Run) -> None:
-    """Load full weights whose bits nearly all differ, on a device without room for a second copy; then the old ones."""
+    """Load full weights whose bits nearly all differ, on a device without room for a second copy; then the
+    old ones.
+    """
     model, memory = run.model, run.memory
     most = max(spec.element_count for spec in model.specs.values())
     source = random_bits(most + (1 << 16), machine.device, 5)
-    on_host = source.cpu().numpy().view("u2")  # all tensors are pieces of it, so that the host needs no second model
+    # all tensors are pieces of it, so that the host needs no second model
+    on_host = source.cpu().numpy().view("u2")
     first = {name: 64 * number % (1 << 16) for number, name in enumerate(model.specs)}
-    weights = [(name, on_host[first[name] : first[name] + spec.element_count], None) for name, spec in model.specs.items()]
+    weights = [
+        (name, on_host[first[name] : first[name] + spec.element_count], None)
+        for name, spec in model.specs.items()
+    ]
     held = model.live.clone()
     versions: list[Staged] = []
     committed: list[Staged] = []
@@ -106,7 +118,9 @@ def anchor(machine: Machine, run: Run) -> None:
 
     _leave_room(machine)
     try:
-        machine.rows.append(Row(what="anchor: stage, first: pinned memory is made", seconds=machine.seconds(stage)))
+        machine.rows.append(
+            Row(what="anchor: stage, first: pinned memory is made", seconds=machine.seconds(stage))
+        )
         versions.clear()
         row = machine.measure("anchor: stage", stage, versions.clear)
         row.rate = model.live.nbytes / row.seconds

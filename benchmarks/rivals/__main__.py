@@ -1,11 +1,13 @@
-"""Other systems' own code, from the package index, on a step of each run of a folder (`benchmarks/corpus/runs.py`).
+"""Other systems' own code, from the package index, on a step of each run of a folder
+(`benchmarks/corpus/runs.py`).
 
     make rivals CORPUS=FOLDER      # installs the packages beside .venv, then runs
     python -m benchmarks.rivals FOLDER [--base CHECKPOINT] [--json]
 
-For the middle step of each run: bits per changed element, seconds to compare and encode, seconds at the replica and its
-extra memory, wrong elements in the result. Then, on the first two layers, one bit of the payload is flipped at 16 places,
-one at a time. Each system runs in a process of its own. Full snapshots of the same step go through Xet's client.
+For the middle step of each run: bits per changed element, seconds to compare and encode, seconds at the
+replica and its extra memory, wrong elements in the result. Then, on the first two layers, one bit of the
+payload is flipped at 16 places, one at a time. Each system runs in a process of its own. Full snapshots of
+the same step go through Xet's client.
 """
 
 from __future__ import annotations
@@ -40,22 +42,37 @@ def measure(folder: Path, base: Path | None) -> dict[str, Any]:
         with tempfile.TemporaryDirectory() as place:
             label, changed, elements = _prepare(run, base or folder / runs.BASE, Path(place))
             systems = common.in_processes("rivals", SYSTEMS, Path(place), 0)
-            snapshots = xet.measure(Path(place, "old", WEIGHTS), Path(place, "new", WEIGHTS), changed / elements)
+            snapshots = xet.measure(
+                Path(place, "old", WEIGHTS), Path(place, "new", WEIGHTS), changed / elements
+            )
         rows = [{"name": name, **systems[name]} for name in SYSTEMS]
         for row in rows:
             row["bits_per_changed"] = 8 * row["payload_bytes"] / changed
         counts = {"changed": changed, "elements": elements}
         rate = run.facts.get("learning_rate")
-        found.append({"name": run.name, "learning_rate": rate, "step": label, **counts, "systems": rows, "xet": snapshots})
+        found.append(
+            {
+                "name": run.name,
+                "learning_rate": rate,
+                "step": label,
+                **counts,
+                "systems": rows,
+                "xet": snapshots,
+            }
+        )
     return {"flips": FLIPS, "runs": found}
 
 
 def _prepare(run: runs.Run, base: Path, place: Path) -> tuple[int | None, int, int]:
-    """Write the weights around the middle step as checkpoints. Return the step, its changed elements, and all of them."""
+    """Write the weights around the middle step as checkpoints. Return the step, its changed elements, and all
+    of them.
+    """
     specs = run.specs()
     states = list(_middle(run, base))
     for name, state in zip(("old", "new"), states, strict=True):
-        weights = {spec: tensor_of(bits, specs[spec]) for spec, bits in runs.by_tensor(specs, state.bits_N).items()}
+        weights = {
+            spec: tensor_of(bits, specs[spec]) for spec, bits in runs.by_tensor(specs, state.bits_N).items()
+        }
         few = {spec: tensor for spec, tensor in weights.items() if layer(spec) in _FLIPPED_LAYERS}
         for path, tensors in ((place / name, weights), (place / "few" / name, few)):
             path.mkdir(parents=True)
@@ -96,7 +113,9 @@ def _measure_system(kind: type[System], place: Path) -> dict[str, Any]:
         few = place / "few"
         found["flipped"] = _flips(kind, few)
         if issubclass(kind, Arc3):
-            found["runs_code_of_payloads"] = kind(few / "work", _weights(few, "old"), _weights(few, "new")).runs_code()
+            found["runs_code_of_payloads"] = kind(
+                few / "work", _weights(few, "old"), _weights(few, "new")
+            ).runs_code()
     return found
 
 
@@ -105,7 +124,9 @@ def _apply_s(holder: Holder, payload: bytes) -> float:
 
 
 def _flips(kind: type[System], place: Path) -> dict[str, int]:
-    """Return what replicas do with a payload in which one bit is flipped: how often they refuse it, or hold what."""
+    """Return what replicas do with a payload in which one bit is flipped: how often they refuse it, or hold
+    what.
+    """
     system = kind(place / "work", _weights(place, "old"), _weights(place, "new"))
     _link(place / "old", place / "work" / "old")
     payload = system.trainer()()
@@ -129,7 +150,9 @@ def _flips(kind: type[System], place: Path) -> dict[str, int]:
 
 
 def _changed(holder: Holder, old: Weights) -> bool:
-    """Return whether a replica that refused a payload holds other weights than before; not if it cannot be asked."""
+    """Return whether a replica that refused a payload holds other weights than before; not if it cannot be
+    asked.
+    """
     try:
         return _wrong(holder.weights(), old) > 0
     except BaseException:  # noqa: BLE001 - it made nothing of the payload
@@ -138,7 +161,10 @@ def _changed(holder: Holder, old: Weights) -> bool:
 
 def _wrong(found: Weights, wanted: Weights) -> int:
     """Return the number of elements whose bits differ."""
-    return sum(int((found[name].view(torch.int16) != tensor.view(torch.int16)).sum()) for name, tensor in wanted.items())
+    return sum(
+        int((found[name].view(torch.int16) != tensor.view(torch.int16)).sum())
+        for name, tensor in wanted.items()
+    )
 
 
 def _weights(place: Path, name: str) -> Weights:
@@ -166,5 +192,7 @@ if __name__ == "__main__" and not common.run_part(PARTS):
         measure,
         report.lines,
         common.option("folder", type=Path, help="the folder of the runs"),
-        common.option("--base", type=Path, help="the checkpoint that the runs start from; FOLDER/base by default"),
+        common.option(
+            "--base", type=Path, help="the checkpoint that the runs start from; FOLDER/base by default"
+        ),
     )

@@ -77,4 +77,6 @@ def snapshots(result: dict[str, Any]) -> Iterator[str]:
 
 def _label(system: dict[str, Any]) -> str:
     ours = system["package"] == "deltasync"
-    return f"**{system['name']}**" if ours else f"{system['name']} (`{system['package']}` {system['version']})"
+    return (
+        f"**{system['name']}**" if ours else f"{system['name']} (`{system['package']}` {system['version']})"
+    )

@@ -1,7 +1,7 @@
 """Each system by its own code: how its trainer makes the bytes of one step, and how its replica takes them.
 
-A system is prepared without being timed (`trainer`, `replica`), then makes or takes one payload, which is timed. Where a
-system reads files, they are in the page cache. `make rivals` installs the packages.
+A system is prepared without being timed (`trainer`, `replica`), then makes or takes one payload, which is
+timed. Where a system reads files, they are in the page cache. `make rivals` installs the packages.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class System:
     new: Weights
 
     def trainer(self) -> Callable[[], bytes]:
-        """Prepare a trainer that published the old weights; the function compares, encodes and returns the payload."""
+        """Prepare a trainer that published the old weights; the function compares, encodes and returns the
+        payload.
+        """
         raise NotImplementedError
 
     def replica(self) -> Holder:
@@ -74,7 +76,8 @@ class System:
         return path
 
 
-# --- deltasync ---------------------------------------------------------------------------------------------------------
+# --- deltasync
+# ---------------------------------------------------------------------------------------------------------
 
 
 class DeltaSync(System):
@@ -92,7 +95,9 @@ class DeltaSync(System):
         """See `System`."""
         self._finish()
         self.channel = self.fresh("channel")
-        self.publisher = publisher = Publisher(self.channel.as_uri(), codec=self.codec, initial=self.folder / "old")
+        self.publisher = publisher = Publisher(
+            self.channel.as_uri(), codec=self.codec, initial=self.folder / "old"
+        )
         publisher.publish(self.old).wait(_WAIT_S)
 
         def encode() -> bytes:
@@ -147,7 +152,8 @@ class _Follower:
         return self.replica.state_dict()
 
 
-# --- Fireworks ---------------------------------------------------------------------------------------------------------
+# --- Fireworks
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Arc2(System):
@@ -164,7 +170,9 @@ class Arc2(System):
         path = self.fresh("fireworks") / "delta.safetensors"
 
         def encode() -> bytes:
-            delta_compress_dicts_to_file(src=self.old, dst=self.new, diff_file=str(path), compression_format=self.format)
+            delta_compress_dicts_to_file(
+                src=self.old, dst=self.new, diff_file=str(path), compression_format=self.format
+            )
             return path.read_bytes()
 
         return encode
@@ -186,7 +194,9 @@ class _Patched:
 
         delta = self.base.with_name("delta.safetensors")
         delta.write_bytes(payload)
-        delta_decompress_inplace(base_path=str(self.base), diff_path=str(delta), compression_format=self.format)
+        delta_decompress_inplace(
+            base_path=str(self.base), diff_path=str(delta), compression_format=self.format
+        )
 
     def weights(self) -> Weights:
         return load_file(self.base)
@@ -240,11 +250,14 @@ class _Call:
         return Path.touch, (self.mark,)
 
 
-# --- PULSE -------------------------------------------------------------------------------------------------------------
+# --- PULSE
+# -------------------------------------------------------------------------------------------------------------
 
 
 class Pulse3(System):
-    """PULSEPT1, format 3: Rice codes of ranks by old exponent, zigzag steps, zstd, XXH3 of every new tensor."""
+    """PULSEPT1, format 3: Rice codes of ranks by old exponent, zigzag steps, zstd, XXH3 of every new
+    tensor.
+    """
 
     package = "basilica-sdk"
     needs = "a copy of the weights on the host, patched in place; the engine then loads it"
@@ -302,7 +315,8 @@ class _Snapshot:
         return dict(self.snapshot.named_tensors())
 
 
-# --- ModelExpress ------------------------------------------------------------------------------------------------------
+# --- ModelExpress
+# ------------------------------------------------------------------------------------------------------
 
 
 class ModelExpress(System):
@@ -323,7 +337,9 @@ class ModelExpress(System):
         from modelexpress_rl.version import WeightVersionRef
 
         if not torch.distributed.is_initialized():
-            torch.distributed.init_process_group("gloo", rank=0, world_size=1, store=torch.distributed.HashStore())
+            torch.distributed.init_process_group(
+                "gloo", rank=0, world_size=1, store=torch.distributed.HashStore()
+            )
         self.bucket: dict[str, bytes] = {}
         version = refit_pb2.WeightVersion(
             uid="v1",
@@ -349,7 +365,9 @@ class ModelExpress(System):
         method.prepare_base(hf_tensor_iter=[list(self.old.items())])
 
         def encode() -> bytes:
-            staged = method.stage(version=WeightVersionRef("v1"), hf_tensor_iter=[[each] for each in self.new.items()])
+            staged = method.stage(
+                version=WeightVersionRef("v1"), hf_tensor_iter=[[each] for each in self.new.items()]
+            )
             method.publish(version=WeightVersionRef("v1"), staged=staged)
             return self.bucket[self._file()]
 
@@ -413,13 +431,16 @@ class _Refitted:
         return load_file(self.path / WEIGHTS)
 
 
-# --- vLLM --------------------------------------------------------------------------------------------------------------
+# --- vLLM
+# --------------------------------------------------------------------------------------------------------------
 
 
 class VllmSparse(System):
-    """vLLM's loader of sparse patches, into a model whose loader copies each tensor; the trainer's diff is torch's.
+    """vLLM's loader of sparse patches, into a model whose loader copies each tensor; the trainer's diff is
+    torch's.
 
-    vLLM sends int32 indices and values of each tensor by NCCL, names and counts by HTTP; the payload is the former.
+    vLLM sends int32 indices and values of each tensor by NCCL, names and counts by HTTP; the payload is the
+    former.
     """
 
     package = "vllm"
@@ -444,7 +465,9 @@ class VllmSparse(System):
         """See `System`."""
         from vllm.model_executor.model_loader import checkpoint_weight_patch
 
-        return _Served({name: tensor.clone() for name, tensor in self.old.items()}, self.counts, checkpoint_weight_patch)
+        return _Served(
+            {name: tensor.clone() for name, tensor in self.old.items()}, self.counts, checkpoint_weight_patch
+        )
 
 
 @dataclasses.dataclass
@@ -465,7 +488,9 @@ class _Served:
                 value_K = torch.from_numpy(np.frombuffer(payload, np.int16, count, at + 4 * count).copy())
                 shape = tuple(self.live[name].shape)
                 values = value_K.view(torch.bfloat16)
-                patches.append(self.loader.CheckpointWeightPatch(name, shape, torch.bfloat16, values, index_K))
+                patches.append(
+                    self.loader.CheckpointWeightPatch(name, shape, torch.bfloat16, values, index_K)
+                )
             at += 6 * count
         self.loader.load_checkpoint_weight_patches(self, patches)
 
@@ -473,7 +498,8 @@ class _Served:
         return self.live
 
 
-# --- neighbours: checkpoints kept as differences -----------------------------------------------------------------------
+# --- neighbours: checkpoints kept as differences
+# -----------------------------------------------------------------------
 
 
 class Reminis(System):
@@ -488,7 +514,9 @@ class Reminis(System):
         from reminis.safetensors_io import safetensors_to_sqlite
 
         folder = self.fresh("reminis")
-        self.base = safetensors_to_sqlite(str(self.folder / "old" / WEIGHTS), str(folder / "old.db"), verbose=False)
+        self.base = safetensors_to_sqlite(
+            str(self.folder / "old" / WEIGHTS), str(folder / "old.db"), verbose=False
+        )
 
         def encode() -> bytes:
             save_file(self.new, folder / WEIGHTS)
@@ -594,7 +622,9 @@ class DeltaTensors(System):
         def encode() -> bytes:
             save_file(self.new, folder / "new" / WEIGHTS)
             path = folder / "delta.wdelta"
-            deltatensors.save_delta_from_paths(path, folder / "new", self.folder / "old", strategy=self.strategy)
+            deltatensors.save_delta_from_paths(
+                path, folder / "new", self.folder / "old", strategy=self.strategy
+            )
             return path.read_bytes()
 
         return encode
@@ -622,7 +652,9 @@ class _Added:
         self.found = deltatensors.load_delta_from_paths(self.path, self.base)
 
     def weights(self) -> Weights:
-        return {name: torch.from_numpy(np.asarray(array)).to(torch.bfloat16) for name, array in self.found.items()}
+        return {
+            name: torch.from_numpy(np.asarray(array)).to(torch.bfloat16) for name, array in self.found.items()
+        }
 
 
 SYSTEMS: dict[str, type[System]] = {

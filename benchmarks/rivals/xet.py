@@ -1,7 +1,9 @@
-"""Full snapshots of two consecutive steps, uploaded with Hugging Face's own Xet client to a store in a directory.
+"""Full snapshots of two consecutive steps, uploaded with Hugging Face's own Xet client to a store in a
+directory.
 
-Xet cuts files into chunks of about 64 kB where their content says so, and uploads the chunks that the store lacks. A chunk
-survives a step if none of its 32,768 weights changed: with probability (1 - p) ** 32768, if changes are scattered.
+Xet cuts files into chunks of about 64 kB where their content says so, and uploads the chunks that the store
+lacks. A chunk survives a step if none of its 32,768 weights changed: with probability (1 - p) ** 32768, if
+changes are scattered.
 """
 
 from __future__ import annotations
@@ -16,7 +18,9 @@ CHUNK_ELEMENTS = 1 << 15  # bfloat16 elements of a chunk of 64 kB
 
 
 def measure(old: Path, new: Path, changed_fraction: float) -> dict[str, Any]:
-    """Upload the file `old`, then `new`. Return chunks and bytes of the second upload, and how many chunks were known."""
+    """Upload the file `old`, then `new`. Return chunks and bytes of the second upload, and how many chunks
+    were known.
+    """
     import hf_xet
 
     session = hf_xet.XetSession()

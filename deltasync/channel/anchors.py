@@ -38,10 +38,11 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".pkl", ".pickle")
 
 
 def read_model_files(directory: Path) -> dict[str, bytes]:
-    """Read the files of a checkpoint directory that are not weights, by name: config, tokenizer, templates, code.
+    """Read the files of a checkpoint directory that are not weights, by name: config, tokenizer, templates,
+    code.
 
-    Subfolders of a checkpoint, such as `additional_chat_templates`, contribute their `TEXTS`, unless they are checkpoints of
-    their own.
+    Subfolders of a checkpoint, such as `additional_chat_templates`, contribute their `TEXTS`, unless they are
+    checkpoints of their own.
 
     Raises:
         ConfigError: it is no directory, a part of it cannot be read, or it has more than an anchor may have.
@@ -54,21 +55,28 @@ def read_model_files(directory: Path) -> dict[str, bytes]:
             name, size = path.relative_to(directory).as_posix(), size + path.stat().st_size
             if len(found) == limits.COMPANION_FILES or size > limits.COMPANION_BYTES:
                 raise ConfigError(
-                    f"{directory} holds more than {limits.COMPANION_FILES:,} files, or {limits.COMPANION_BYTES >> 20} MiB, "
+                    f"{directory} holds more than {limits.COMPANION_FILES:,} files, or "
+                    f"{limits.COMPANION_BYTES >> 20} MiB, "
                     "that are not weights. Name a directory with nothing but config, tokenizer and templates."
                 )
             if path.parent == directory or is_key(name):
                 found[name] = path.read_bytes()
             else:
-                logger.warning("%s is left out of the channel's checkpoints: no object can have this name.", path)
+                logger.warning(
+                    "%s is left out of the channel's checkpoints: no object can have this name.", path
+                )
     except OSError as error:
         raise ConfigError(f"{error.filename or directory} cannot be read: {error.strerror}.") from error
     return found
 
 
 def _small_files(directory: Path, *, is_top: bool = True) -> Iterator[Path]:
-    """Yield the files of a directory that are not weights, and the texts of its subfolders. Links to folders are skipped."""
-    paths = sorted(path for path in directory.iterdir() if not path.name.startswith(".") and path.name != "__pycache__")
+    """Yield the files of a directory that are not weights, and the texts of its subfolders. Links to folders
+    are skipped.
+    """
+    paths = sorted(
+        path for path in directory.iterdir() if not path.name.startswith(".") and path.name != "__pycache__"
+    )
     files = [path for path in paths if path.is_file() and path.suffix not in WEIGHTS and path.name != INDEX]
     names = {path.name for path in files}
     if is_top and names.isdisjoint(_CONFIGS):
@@ -104,8 +112,9 @@ def taken_files(
 ) -> Iterator[tuple[str, bytes | memoryview]]:
     """Make weight files one after the other, as (file name, bytes), then the index if there are several.
 
-    `take` is called once for each tensor, in the order of `specs`, when the tensor's file is made. A file has at most
-    `shard_bytes`, unless a single tensor is larger. They are made in `room`, by default in new memory.
+    `take` is called once for each tensor, in the order of `specs`, when the tensor's file is made. A file has
+    at most `shard_bytes`, unless a single tensor is larger. They are made in `room`, by default in new
+    memory.
     """
     files = shards(specs, shard_bytes)
     for file_name, names in files.items():
@@ -136,7 +145,9 @@ def _plain(specs: Sequence[TensorSpec], take: Take, file_name: str, room: Room) 
 
 
 def _metadata(digests: Mapping[str, int]) -> dict[str, str]:
-    text = json.dumps({name: fingerprint.to_hex(digest) for name, digest in digests.items()}, separators=(",", ":"))
+    text = json.dumps(
+        {name: fingerprint.to_hex(digest) for name, digest in digests.items()}, separators=(",", ":")
+    )
     return {"format": "pt", _FINGERPRINTS: text}
 
 
@@ -153,7 +164,9 @@ def shards(specs: Mapping[str, TensorSpec], shard_bytes: int) -> dict[str, list[
     return {keys.anchor_shard(number, len(shards)): names for number, names in enumerate(shards, start=1)}
 
 
-def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray, int]]:
+def read_weights(
+    data: bytes | memoryview, specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[str, np.ndarray, int]]:
     """Read a weight file: name, unsigned bit patterns of shape N, fingerprint (not compared here).
 
     Bits are a read-only view of `data` where that is aligned. Otherwise one tensor at a time is in memory.
@@ -166,7 +179,9 @@ def read_weights(data: bytes | memoryview, specs: Mapping[str, TensorSpec]) -> I
         yield spec.name, bits_N, digests[spec.name]
 
 
-def contents(head: bytes | memoryview, size: int, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[TensorSpec, int, int]]:
+def contents(
+    head: bytes | memoryview, size: int, specs: Mapping[str, TensorSpec]
+) -> Iterator[tuple[TensorSpec, int, int]]:
     """Check the tensors of a weight file of `size` bytes, from its first bytes with the whole header.
 
     Yields each tensor's spec, its first byte, and the byte behind its last one.
@@ -177,14 +192,18 @@ def contents(head: bytes | memoryview, size: int, specs: Mapping[str, TensorSpec
         if spec is None:
             raise CorruptDataError(f"The anchor's weight file holds {name!r}, which the channel lacks.")
         if (dtype, shape) != (SAFETENSORS_DTYPES[spec.dtype], spec.shape):
-            raise CorruptDataError(f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}.")
+            raise CorruptDataError(
+                f"The anchor's weight file holds {name} {dtype}{list(shape)} instead of {spec}."
+            )
         yield spec, first, last
 
 
 def fingerprints(data: bytes | memoryview) -> dict[str, int]:
     """The fingerprints in the metadata of a weight file."""
     try:
-        found = msgspec.json.decode(read_metadata(data).get(_FINGERPRINTS, "null"), type=dict[str, Fingerprint])
+        found = msgspec.json.decode(
+            read_metadata(data).get(_FINGERPRINTS, "null"), type=dict[str, Fingerprint]
+        )
     except UNREADABLE_JSON as error:
         raise CorruptDataError(f"The anchor's weight file has no table of fingerprints: {error}.") from error
     return {name: int(digest, 16) for name, digest in found.items()}

@@ -19,9 +19,9 @@ _TEXT = b"deltasync wrote this to read the store's clock; it may be deleted.\n"
 class StoreClock:
     """Tells the time by a store's clock, in seconds since 1970, never more than it is.
 
-    Each object in a listing shows a time that has passed; `measure` stores one to learn what time it is now. Between them
-    `time.monotonic` counts. So an age by this clock is too small rather than too large: who decides by it waits or keeps too
-    long, and never misses or deletes what is in use.
+    Each object in a listing shows a time that has passed; `measure` stores one to learn what time it is now.
+    Between them `time.monotonic` counts. So an age by this clock is too small rather than too large: who
+    decides by it waits or keeps too long, and never misses or deletes what is in use.
 
     """
 
@@ -52,7 +52,8 @@ class StoreClock:
             self._ahead_s = max(self._ahead_s, newest_s - time.monotonic())
 
     def measure(self) -> None:
-        """Store a small object, see when that was, and delete it. Nothing is learned where this machine may not write.
+        """Store a small object, see when that was, and delete it. Nothing is learned where this machine may
+        not write.
 
         Raises:
             TransientStoreError: the store does not answer.

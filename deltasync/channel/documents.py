@@ -1,4 +1,6 @@
-"""The JSON documents of a channel, as `docs/format.md` defines them. They are encoded, parsed and checked here only."""
+"""The JSON documents of a channel, as `docs/format.md` defines them. They are encoded, parsed and checked
+here only.
+"""
 
 from __future__ import annotations
 
@@ -95,18 +97,24 @@ class Delta:
 
     codec: str
     changed: Count
-    parts: Annotated[list[File], msgspec.Meta(max_length=limits.RECORD_FILES)] = dataclasses.field(default_factory=list)
+    parts: Annotated[list[File], msgspec.Meta(max_length=limits.RECORD_FILES)] = dataclasses.field(
+        default_factory=list
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Reference:
-    """A checkpoint outside the channel: a model on the Hugging Face Hub at a commit, or an absolute directory."""
+    """A checkpoint outside the channel: a model on the Hugging Face Hub at a commit, or an absolute
+    directory.
+    """
 
     repo: str | None = None
     revision: str | None = None
     path: str | None = None
-    fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)  # of all tensors, as they are served
-    tied: dict[str, str] = dataclasses.field(default_factory=dict)  # tensors that it holds only under another's name
+    # of all tensors, as they are served
+    fingerprints: dict[str, Fingerprint] = dataclasses.field(default_factory=dict)
+    # tensors that it holds only under another's name
+    tied: dict[str, str] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         return f"{self.repo}@{self.revision}" if self.path is None else self.path
@@ -114,10 +122,14 @@ class Reference:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Anchor:
-    """Full weights: files of a checkpoint directory, or a reference; `model_files` are config, tokenizer and the index."""
+    """Full weights: files of a checkpoint directory, or a reference; `model_files` are config, tokenizer and
+    the index.
+    """
 
     directory: str = ""
-    files: Annotated[list[File], msgspec.Meta(max_length=limits.RECORD_FILES)] = dataclasses.field(default_factory=list)
+    files: Annotated[list[File], msgspec.Meta(max_length=limits.RECORD_FILES)] = dataclasses.field(
+        default_factory=list
+    )
     model_files: Annotated[list[File], msgspec.Meta(max_length=limits.COMPANION_FILES)] = dataclasses.field(
         default_factory=list
     )
@@ -129,11 +141,13 @@ class Record:
     """The document of a record; `docs/format.md` describes each field.
 
     Attributes:
-        kind: `delta` or `anchor` for a version; `seal` for the end of a log; `compaction` and `announcement` for other ways
-            to a version, by a delta or by an announced anchor.
+        kind: `delta` or `anchor` for a version; `seal` for the end of a log; `compaction` and `announcement`
+            for other ways to a version, by a delta or by an announced anchor.
         version, epoch: The slot; of a compaction or an announcement, that of the version it leads to.
-        base: The version that it follows; of a compaction, where it starts. None in version 1 and in announcements.
-        token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens trained for its last publish.
+        base: The version that it follows; of a compaction, where it starts. None in version 1 and in
+            announcements.
+        token_lag: Mean, 95th percentile and maximum age, in versions, of the tokens trained for its last
+            publish.
     """
 
     format: str = FORMAT
@@ -173,7 +187,9 @@ class Record:
     @property
     def payload_files(self) -> list[File]:
         """The parts or the weight files."""
-        return self.anchor.files if self.anchor is not None else [] if self.delta is None else self.delta.parts
+        return (
+            self.anchor.files if self.anchor is not None else [] if self.delta is None else self.delta.parts
+        )
 
     @property
     def payload_bytes(self) -> int:
@@ -210,7 +226,9 @@ class Head:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class EpochDocument:
-    """The document of an epoch: its writer, and the version that it continues from (None: none, or not known yet)."""
+    """The document of an epoch: its writer, and the version that it continues from (None: none, or not known
+    yet).
+    """
 
     format: str = FORMAT
     run_id: _RunId
@@ -223,9 +241,11 @@ class EpochDocument:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Channel:
-    """channel.json, written once. Its tensors are in the publisher's order, and bound the size of everything else.
+    """channel.json, written once. Its tensors are in the publisher's order, and bound the size of everything
+    else.
 
-    `fencing` says how writers succeed each other: `seal` or `lease`. `epoch` is the first one, whose log begins with number
+    `fencing` says how writers succeed each other: `seal` or `lease`. `epoch` is the first one, whose log
+    begins with number
     1. `owner` is the id by which the job that began the run knows it again; it proves nothing.
     """
 
@@ -284,17 +304,23 @@ def encode(document: Document) -> bytes:
 def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Document:
     """Parse and check the document of the object at `key`.
 
-    Raises UnsupportedFormatError if it has another format or needs a feature that this reader lacks, CorruptDataError if it
-    is not valid, or contradicts itself or its key.
+    Raises UnsupportedFormatError if it has another format or needs a feature that this reader lacks,
+    CorruptDataError if it is not valid, or contradicts itself or its key.
     """
     try:
         header: dict[str, Any] = msgspec.json.decode(data, type=dict)
     except UNREADABLE_JSON as error:
         raise CorruptDataError(f"{key} is not a JSON object: {error}.") from error
     if header.get("format") != FORMAT:
-        raise UnsupportedFormatError(f"{key} has format {header.get('format')!r:.50}; this version reads {FORMAT!r}.")
+        raise UnsupportedFormatError(
+            f"{key} has format {header.get('format')!r:.50}; this version reads {FORMAT!r}."
+        )
     requires = header.get("requires")
-    missing = sorted({name for name in requires if isinstance(name, str)} - FEATURES) if isinstance(requires, list) else []
+    missing = (
+        sorted({name for name in requires if isinstance(name, str)} - FEATURES)
+        if isinstance(requires, list)
+        else []
+    )
     if missing:
         raise UnsupportedFormatError(
             f"{key} requires {', '.join(missing[:5]):.200}, unknown to this version. Upgrade deltasync."
@@ -325,7 +351,10 @@ def _channel_problems(document: Channel) -> Iterator[str]:
     if document.fencing not in ("seal", "lease"):
         yield f"fencing is {document.fencing!r:.50}"
     # Bytes of each tensor; for an empty one, the bytes that its strides span.
-    reach = (ITEM_BYTES[dtype] * math.prod(max(size, 1) for size in shape) for dtype, shape in document.tensors.values())
+    reach = (
+        ITEM_BYTES[dtype] * math.prod(max(size, 1) for size in shape)
+        for dtype, shape in document.tensors.values()
+    )
     if sum(reach) > _LARGEST:
         yield "its tensors have 2^63 bytes or more"
     if document.tensors_sha256 != table_sha256(document.tensors):

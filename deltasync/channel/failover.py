@@ -1,4 +1,6 @@
-"""A channel and its copies, as `deltasync relay` makes them: reads go to the fastest store, writes to the channel."""
+"""A channel and its copies, as `deltasync relay` makes them: reads go to the fastest store, writes to the
+channel.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _Result = TypeVar("_Result")
 
 
 def open_failover(channel: str | os.PathLike[str] | Store | Sequence[str]) -> Store:
-    """Open a channel's store: one of `open_store`'s URLs, or several, in a list or text: the channel, then copies of it."""
+    """Open a channel's store: one of `open_store`'s URLs, or several, in a list or text: the channel, then
+    copies of it.
+    """
     if isinstance(channel, str) and all("://" in part for part in channel.split()):
         channel = channel.split() or channel
     if isinstance(channel, list | tuple):
@@ -40,11 +44,13 @@ def open_failover(channel: str | os.PathLike[str] | Store | Sequence[str]) -> St
 
 
 class FailoverStore(WrappedStore):
-    """Reads from one of several stores; writes to the first, which is the channel. The others are copies of it.
+    """Reads from one of several stores; writes to the first, which is the channel. The others are copies of
+    it.
 
-    A store is left when it fails. It is also left when it lacks the newest record that was read, or the record that the
-    channel's head named at the last review (at first: now): a change of stores never leads to an older version. Whether a
-    copy has a record is looked up, because its head is only a hint. Only heartbeats are written.
+    A store is left when it fails. It is also left when it lacks the newest record that was read, or the
+    record that the channel's head named at the last review (at first: now): a change of stores never leads to
+    an older version. Whether a copy has a record is looked up, because its head is only a hint. Only
+    heartbeats are written.
     """
 
     def __init__(self, stores: Sequence[Store]) -> None:
@@ -74,7 +80,9 @@ class FailoverStore(WrappedStore):
         return None  # it would watch one store while another one is read
 
     def _ask_failover(self, action: Callable[[Store], _Result]) -> _Result:
-        """Read from the fastest store; if it fails, from the next one. Raises ConfigError if they hold different runs."""
+        """Read from the fastest store; if it fails, from the next one. Raises ConfigError if they hold
+        different runs.
+        """
         if self._due_s is None or (self._problem is not None and time.monotonic() > self._due_s):
             self._review()
         elif time.monotonic() > self._due_s and not self._lock.locked():
@@ -96,7 +104,9 @@ class FailoverStore(WrappedStore):
             return action(self.nearest)
 
     def _review(self, leave: Store | None = None) -> None:
-        """Choose the store to read from. `leave`, and a store that does not answer in time, are not chosen."""
+        """Choose the store to read from. `leave`, and a store that does not answer in time, are not
+        chosen.
+        """
         with self._lock:
             if leave is not None and self.nearest is not leave:
                 return  # another thread has left it
@@ -117,7 +127,9 @@ class FailoverStore(WrappedStore):
             needed = [slot for slot in (self._read, self._named or named) if slot is not None]
             self._named = named or self._named
             have = each(
-                self._stores, lambda store: all(_has(store, slot) for slot in needed), time.monotonic() + _PATIENCE_S
+                self._stores,
+                lambda store: all(_has(store, slot) for slot in needed),
+                time.monotonic() + _PATIENCE_S,
             )
             fit = {
                 number: look[0]
@@ -133,7 +145,9 @@ class FailoverStore(WrappedStore):
 
 
 def _look(store: Store) -> tuple[float, Head | None] | None:
-    """Seconds until a store answered, and its head, None if that is missing or damaged. None if the store failed."""
+    """Seconds until a store answered, and its head, None if that is missing or damaged. None if the store
+    failed.
+    """
     before = time.perf_counter()
     head: Head | None = None
     try:

@@ -34,8 +34,8 @@ _FILE = re.compile(rf"(?:parts|anchors)/({_VERSION})\.({_EPOCH})\.([0-9]{{1,9}})
 class Slot:
     """The place of a record: a number in the log of an epoch.
 
-    Of a shortcut: the version that it leads to, its author, and where it starts. `base` is 0 for an announcement, whose
-    anchor needs no other version, and None for a record.
+    Of a shortcut: the version that it leads to, its author, and where it starts. `base` is 0 for an
+    announcement, whose anchor needs no other version, and None for a record.
     """
 
     version: int
@@ -54,7 +54,9 @@ class Slot:
 
 
 def new_epoch(number: int) -> str:
-    """A name for an epoch: its number and random digits, so that two writers with the same number have different names."""
+    """A name for an epoch: its number and random digits, so that two writers with the same number have
+    different names.
+    """
     return f"{number:06d}-{secrets.token_hex(4)}"
 
 
@@ -103,7 +105,9 @@ def announcement(version: int, author: str) -> str:
 
 
 def shortcut_of(key: str) -> Slot | None:
-    """The slot that the key of a compaction or an announcement names, with its base; None for any other key."""
+    """The slot that the key of a compaction or an announcement names, with its base; None for any other
+    key.
+    """
     match = _ANNOUNCEMENT.fullmatch(key)
     return Slot(int(match[1]), match[2], 0) if match else compaction_of(key)
 
@@ -130,7 +134,9 @@ def part(rank: int, number: int) -> str:
 
 
 def compaction_part(base: int, rank: int, number: int) -> str:
-    """File name of a part of a compaction, among the parts of the version that it leads to; each rank numbers from 1."""
+    """File name of a part of a compaction, among the parts of the version that it leads to; each rank numbers
+    from 1.
+    """
     return f"compaction-{base:010d}-{part(rank, number)}"
 
 

@@ -31,7 +31,9 @@ _REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's
 
 
 def fetch(reader: ChannelReader, stored: StoredRecord) -> list[tuple[str, bytes]]:
-    """Fetch the payloads of a delta or compaction as (key, bytes), that in the record first. Nothing for full weights."""
+    """Fetch the payloads of a delta or compaction as (key, bytes), that in the record first. Nothing for full
+    weights.
+    """
     return [] if stored.use_anchor else list(_payloads(reader, stored))
 
 
@@ -44,10 +46,12 @@ def delta(
 ) -> Changed:
     """Decode a delta or a compaction: its changes, and the fingerprints of changed tensors after them.
 
-    `old` returns the bits of a tensor before the change; some codecs need them. `wanted` is as in `Codec.decode`. Without
-    `fetched`, the result of `fetch`, files are fetched as they are needed.
+    `old` returns the bits of a tensor before the change; some codecs need them. `wanted` is as in
+    `Codec.decode`. Without `fetched`, the result of `fetch`, files are fetched as they are needed.
     """
-    return decode(stored.record, _payloads(reader, stored) if fetched is None else fetched, reader.layout, old, wanted)
+    return decode(
+        stored.record, _payloads(reader, stored) if fetched is None else fetched, reader.layout, old, wanted
+    )
 
 
 def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, np.ndarray, int]]:
@@ -64,7 +68,9 @@ def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, 
                     yield name, bits_N, expected
 
 
-def ranges_of_weights(reader: ChannelReader, stored: StoredRecord, wanted: ranges.Ranges) -> Iterator[ranges.Piece]:
+def ranges_of_weights(
+    reader: ChannelReader, stored: StoredRecord, wanted: ranges.Ranges
+) -> Iterator[ranges.Piece]:
     """Read ranges of full weights in pieces. The caller checks the fingerprint of all ranges together."""
     record, specs = stored.record, reader.specs
     if record.reference is not None:
@@ -84,7 +90,9 @@ def ranges_of_weights(reader: ChannelReader, stored: StoredRecord, wanted: range
 
 @contextlib.contextmanager
 def _each_once(reader: ChannelReader, record: Record) -> Iterator[Callable[[str], None]]:
-    """Yield a function to call with each tensor. Raise CorruptDataError if it is called twice for one, or not for all."""
+    """Yield a function to call with each tensor. Raise CorruptDataError if it is called twice for one, or not
+    for all.
+    """
     missing = dict(reader.specs)
 
     def note(name: str) -> None:
@@ -93,7 +101,9 @@ def _each_once(reader: ChannelReader, record: Record) -> Iterator[Callable[[str]
 
     yield note
     if missing:
-        raise CorruptDataError(f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}.")
+        raise CorruptDataError(
+            f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}."
+        )
 
 
 def decode(
@@ -116,7 +126,9 @@ def decode(
     try:
         return Changed(joined(parts) if parts else Delta(layout, {}), fingerprints)
     except ValueError as error:
-        raise CorruptDataError(f"Payloads of version {record.version} contradict each other: {error}.") from error
+        raise CorruptDataError(
+            f"Payloads of version {record.version} contradict each other: {error}."
+        ) from error
 
 
 def decode_there(
@@ -126,7 +138,9 @@ def decode_there(
     places: Mapping[int, Places],
     undone: DeviceDelta | None = None,
 ) -> Mapping[int, Decoded]:
-    """As `decode`, of a delta of `packed` or `context`, on a device, by element width; see `DeviceCodec.decode`."""
+    """As `decode`, of a delta of `packed` or `context`, on a device, by element width; see
+    `DeviceCodec.decode`.
+    """
     return coder.decode([payload for _, payload in _opened(record, payloads)], places, undone)
 
 
@@ -142,13 +156,17 @@ def _opened(record: Record, payloads: Iterable[tuple[str, bytes]]) -> Iterator[t
             raise CorruptDataError(f"{key} contains {names}, and its record names others.")
         changed += payload.changed
         if changed > record.delta.changed:
-            raise CorruptDataError(f"{key} changes more elements than its record says, {record.delta.changed}.")
+            raise CorruptDataError(
+                f"{key} changes more elements than its record says, {record.delta.changed}."
+            )
         yield key, payload
 
 
 def unlike(reader: ChannelReader, reference: Reference, fingerprints: Mapping[str, int]) -> str:
     """A sentence that names the tensors here whose fingerprints are not those of a reference."""
-    wrong = [name for name, digest in reference.fingerprints.items() if fingerprints.get(name) != int(digest, 16)]
+    wrong = [
+        name for name, digest in reference.fingerprints.items() if fingerprints.get(name) != int(digest, 16)
+    ]
     return f"The weights here are not those of {reference}: {_differing(wrong, reader.specs)}"
 
 
@@ -177,7 +195,9 @@ def _has_payload(data: bytes) -> bool:
         return False
 
 
-def _reference_weights(reader: ChannelReader, version: int, reference: Reference) -> Iterator[tuple[str, np.ndarray, int]]:
+def _reference_weights(
+    reader: ChannelReader, version: int, reference: Reference
+) -> Iterator[tuple[str, np.ndarray, int]]:
     specs, wrong = reader.specs, []
     found = _referred(reader, version, reference)
     with _loading(version, reference):
@@ -188,7 +208,9 @@ def _reference_weights(reader: ChannelReader, version: int, reference: Reference
             else:
                 wrong.append(name)
     if wrong:
-        raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {_differing(wrong, specs)}")
+        raise CorruptDataError(
+            f"The checkpoint {reference} is not version {version}: {_differing(wrong, specs)}"
+        )
 
 
 def _referred(reader: ChannelReader, version: int, reference: Reference) -> checkpoint.Checkpoint:

@@ -1,9 +1,9 @@
 """Plan the chain from the version that a replica has to the one it wants.
 
-A chain is a list of records, compactions and announcements. Each leads from its base to its version; anchors lead from
-nothing. The cheapest chain is estimated from listings, where versions are numbers. Then its objects are read from the end
-back. Each must have the identity that the one after it gives for its base, down to the version of the replica, or to full
-weights.
+A chain is a list of records, compactions and announcements. Each leads from its base to its version; anchors
+lead from nothing. The cheapest chain is estimated from listings, where versions are numbers. Then its objects
+are read from the end back. Each must have the identity that the one after it gives for its base, down to the
+version of the replica, or to full weights.
 """
 
 from __future__ import annotations
@@ -27,14 +27,18 @@ from deltasync.threads import ahead
 logger = logging.getLogger(__name__)
 
 EDGE_BYTES = 1 << 15
-"""Cost of an edge apart from its payload: a request and a commit, in bytes that could be fetched in that time."""
+"""Cost of an edge apart from its payload: a request and a commit, in bytes that could be fetched in that
+time.
+"""
 
 _NEAR = 8  # versions; a target this near is read without a listing
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Edge:
-    """One listed object: applies to version `base` (0: no weights), yields `version`. `key` is None for a record."""
+    """One listed object: applies to version `base` (0: no weights), yields `version`. `key` is None for a
+    record.
+    """
 
     base: int
     version: int
@@ -43,11 +47,15 @@ class Edge:
 
 
 def cheapest(start: int, target: int, edges: Iterable[Edge]) -> list[Edge] | None:
-    """The cheapest edges from version `start` (0: nothing), or from 0, to `target`; None if no edges lead there."""
+    """The cheapest edges from version `start` (0: nothing), or from 0, to `target`; None if no edges lead
+    there.
+    """
     # Edges only lead forward, so in ascending order the cost of every base is known first.
     cost: dict[int, float] = {0: 0, start: 0}
     last: dict[int, Edge] = {}
-    for edge in sorted((edge for edge in edges if edge.version <= target), key=lambda edge: (edge.version, edge.base)):
+    for edge in sorted(
+        (edge for edge in edges if edge.version <= target), key=lambda edge: (edge.version, edge.base)
+    ):
         total = cost.get(edge.base, math.inf) + edge.bytes + EDGE_BYTES
         if total < cost.get(edge.version, math.inf):
             cost[edge.version], last[edge.version] = total, edge
@@ -100,7 +108,9 @@ def payload_bytes(chain: Sequence[StoredRecord]) -> int:
 
 
 class _UnreadableError(MissingVersionError):
-    """An edge from a listing cannot be used; without one, the version that the replica has is not on the chain."""
+    """An edge from a listing cannot be used; without one, the version that the replica has is not on the
+    chain.
+    """
 
     def __init__(self, message: str, edge: Edge | None = None, *, forks: bool = False) -> None:
         super().__init__(message)
@@ -111,7 +121,11 @@ class _Search:
     """The search for a chain to one version; `avoid` is as in `find_chain`."""
 
     def __init__(
-        self, reader: ChannelReader, target: VersionId, avoid: Mapping[str, str], at_hand: StoredRecord | None = None
+        self,
+        reader: ChannelReader,
+        target: VersionId,
+        avoid: Mapping[str, str],
+        at_hand: StoredRecord | None = None,
     ) -> None:
         self._reader = reader
         self._target = target
@@ -137,7 +151,9 @@ class _Search:
                 continue
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
-                message = f"Cannot reach version {target} from {begin}: objects are missing, damaged or not listed."
+                message = (
+                    f"Cannot reach version {target} from {begin}: objects are missing, damaged or not listed."
+                )
                 raise MissingVersionError(
                     f"{message} Replicas continue at the next anchor or compaction. {problem}".rstrip()
                 )
@@ -151,13 +167,21 @@ class _Search:
                 may_be_forked |= error.forks
                 is_known = str(error) in (problem, *self._avoid.values())  # then it was logged already
                 problem = str(error)
-                logger.log(logging.DEBUG if is_known else logging.WARNING, "%s Looking for another chain.", error)
+                logger.log(
+                    logging.DEBUG if is_known else logging.WARNING, "%s Looking for another chain.", error
+                )
         raise MissingVersionError(problem)
 
     def listed(self) -> list[Edge]:
-        """All edges by listings. A record with none before it may be full weights, or a compaction may lead to its base."""
+        """All edges by listings. A record with none before it may be full weights, or a compaction may lead
+        to its base.
+        """
         full_bytes = weight_bytes(self._reader.specs.values())
-        slots = {slot.version: (slot, info) for slot, info in self._reader.slots() if slot.epoch <= self._target.epoch}
+        slots = {
+            slot.version: (slot, info)
+            for slot, info in self._reader.slots()
+            if slot.epoch <= self._target.epoch
+        }
         shortcuts = self._reader.shortcuts()
         compacted = {span.version for span, _ in shortcuts if span.base}
         edges = []
@@ -171,13 +195,19 @@ class _Search:
         for span, info in shortcuts:
             self._known[info.key] = info
             if info.key not in self._avoid:
-                edges.append(Edge(span.base or 0, span.version, info.bytes + (0 if span.base else full_bytes), info.key))
+                edges.append(
+                    Edge(
+                        span.base or 0, span.version, info.bytes + (0 if span.base else full_bytes), info.key
+                    )
+                )
         return edges
 
     def read(self, have: VersionId | None, edges: Sequence[Edge]) -> list[StoredRecord]:
         """Read the objects of these edges, the last first. Raises _UnreadableError."""
         target, back = self._target, list(reversed(edges))
-        guesses = [edge.key or keys.slot(edge.version, self._epochs.get(edge.version, target.epoch)) for edge in back]
+        guesses = [
+            edge.key or keys.slot(edge.version, self._epochs.get(edge.version, target.epoch)) for edge in back
+        ]
         chain: list[StoredRecord] = []
         at: VersionId | None = target
         held_bytes = 0
@@ -190,9 +220,13 @@ class _Search:
                     found = self._checked(found, key, at, is_end=not chain)
                 if isinstance(found, str):
                     # The compaction after it may name a base that does not exist.
-                    raise _UnreadableError(found, back[len(chain) - 1] if chain and chain[-1].is_shortcut else edge)
+                    raise _UnreadableError(
+                        found, back[len(chain) - 1] if chain and chain[-1].is_shortcut else edge
+                    )
                 held_bytes += found.size
-                chain.append(found if held_bytes <= limits.CHAIN_BYTES else dataclasses.replace(found, data=None))
+                chain.append(
+                    found if held_bytes <= limits.CHAIN_BYTES else dataclasses.replace(found, data=None)
+                )
                 at = found.record.base
                 if found.use_anchor or at == have:
                     return chain[::-1]
@@ -203,7 +237,8 @@ class _Search:
                     raise _UnreadableError(f"{have} is not on the chain to {target}.")
         assert at is not None
         message = (
-            f"Version {back[-1].version} builds on version {at.version}, whose record {at.key} is missing or forgotten."
+            f"Version {back[-1].version} builds on version {at.version}, whose record {at.key} is missing or "
+            "forgotten."
         )
         raise _UnreadableError(message, back[-1])
 

@@ -1,4 +1,6 @@
-"""Read a channel. Each object is bounded before it is read, and checked with the digest or signature that covers it."""
+"""Read a channel. Each object is bounded before it is read, and checked with the digest or signature that
+covers it.
+"""
 
 from __future__ import annotations
 
@@ -44,19 +46,24 @@ class ChannelReader:
 
     Args:
         store: The channel's store.
-        trusted_keys: Public keys, or their file; one of them must have signed each record. None for the file that the
-            environment names; without it signatures are not checked.
+        trusted_keys: Public keys, or their file; one of them must have signed each record. None for the file
+            that the environment names; without it signatures are not checked.
     """
 
     def __init__(self, store: Store, trusted_keys: str | Path | Trusted | None = None) -> None:
         self.store = store
-        settings = ReaderSettings.from_env(trusted_keys=None if isinstance(trusted_keys, Trusted) else trusted_keys)
+        settings = ReaderSettings.from_env(
+            trusted_keys=None if isinstance(trusted_keys, Trusted) else trusted_keys
+        )
         if not isinstance(trusted_keys, Trusted):
-            trusted_keys = None if settings.trusted_keys is None else Trusted(path=Path(settings.trusted_keys))
+            trusted_keys = (
+                None if settings.trusted_keys is None else Trusted(path=Path(settings.trusted_keys))
+            )
         self.trusted = trusted_keys  # None if signatures are not checked
         self._token_repos = (settings.reference_repos or "").split(",")
         self.signed = False  # whether channel.json was read and has a signature, checked or not
-        self.prefetched: dict[str, Future[bytes]] = {}  # fetched before their digest was known, by key; dropped when used
+        # fetched before their digest was known, by key; dropped when used
+        self.prefetched: dict[str, Future[bytes]] = {}
         self._described: tuple[Channel, bytes] | None = None
         self._confirmed = False  # whether a record of the same run was read
 
@@ -80,14 +87,17 @@ class ChannelReader:
         except ObjectMissingError:
             if self._confirmed:
                 raise NotPublishedError(
-                    f"The channel is gone: {self.store.url} lacks its {keys.CHANNEL}, though run {self.run_id} was read "
-                    "there. A replica goes on with the version that it has. A running publisher puts it back; otherwise "
+                    f"The channel is gone: {self.store.url} lacks its {keys.CHANNEL}, though run "
+                    f"{self.run_id} was read "
+                    "there. A replica goes on with the version that it has. A running publisher puts it "
+                    "back; otherwise "
                     "restore it from a copy of the channel."
                 ) from None
             with contextlib.suppress(StoreError):
                 self.store.read_range(keys.HEAD, 0, 1)
                 raise NotPublishedError(
-                    f"{self.store.url} lacks its {keys.CHANNEL}, though something was published there. A running publisher "
+                    f"{self.store.url} lacks its {keys.CHANNEL}, though something was published there. A "
+                    "running publisher "
                     "puts it back; otherwise restore it from a copy of the channel."
                 ) from None
             raise NotPublishedError(
@@ -102,7 +112,8 @@ class ChannelReader:
     def read_channel_again(self) -> Channel:
         """Read channel.json anew, and twice where no signature covers it.
 
-        Raises NotPublishedError if there is none, CorruptDataError if the two differ: a byte was damaged on the way.
+        Raises NotPublishedError if there is none, CorruptDataError if the two differ: a byte was damaged on
+        the way.
         """
         channel, data = self._read_channel()
         if self.trusted is None and self._read_channel()[1] != data:
@@ -116,10 +127,11 @@ class ChannelReader:
         return self._description[1]
 
     def check_run(self) -> None:
-        """Read channel.json again, and check that it is of the run that was read first. A damaged one is ignored.
+        """Read channel.json again, and check that it is of the run that was read first. A damaged one is
+        ignored.
 
-        If no record of the first run was read yet, the new one is taken: the first answer may have been damaged on the way.
-        Raises RunMismatchError if it is of another run, NotPublishedError if it is gone.
+        If no record of the first run was read yet, the new one is taken: the first answer may have been
+        damaged on the way. Raises RunMismatchError if it is of another run, NotPublishedError if it is gone.
         """
         expected = self.channel().run_id
         try:
@@ -129,7 +141,8 @@ class ChannelReader:
         run_id = described[0].run_id
         if run_id != expected and self._confirmed:
             raise RunMismatchError(
-                f"{self.store.url} now holds run {run_id}, and not {expected}, which was followed. Restart to follow it."
+                f"{self.store.url} now holds run {run_id}, and not {expected}, which was followed. Restart "
+                "to follow it."
             )
         if run_id != expected:
             self._described = described
@@ -159,13 +172,16 @@ class ChannelReader:
         return self._read_small(keys.epoch_document(epoch), EpochDocument, self.trusted)
 
     def is_opening(self, epoch: str, newest: int) -> bool:
-        """Whether a publisher seems to have opened a listed epoch, after the one with the number `newest` or beside it.
+        """Whether a publisher seems to have opened a listed epoch, after the one with the number `newest` or
+        beside it.
 
-        Anybody who may write can store such documents. In a signed channel a trusted key must have signed it; in others its
-        number must follow closely, or be the same or the next one if the document cannot be read or is another run's.
+        Anybody who may write can store such documents. In a signed channel a trusted key must have signed it;
+        in others its number must follow closely, or be the same or the next one if the document cannot be
+        read or is another run's.
 
         Raises:
-            TransientStoreError: the channel is signed, and the store says that the listed document is missing.
+            TransientStoreError: the channel is signed, and the store says that the listed document is
+                missing.
         """
         number, key, missing = keys.epoch_number(epoch), keys.epoch_document(epoch), False
         found: EpochDocument | None = None
@@ -188,7 +204,9 @@ class ChannelReader:
             raise TransientStoreError(f"{self.store.url} lists {key}, and says that it is missing.")
         return (found is not None or self.trusted is None) and number <= newest + 1
 
-    def _read_small(self, key: str, kind: type[_Document], trusted: Trusted | None = None) -> _Document | None:
+    def _read_small(
+        self, key: str, kind: type[_Document], trusted: Trusted | None = None
+    ) -> _Document | None:
         try:
             return self._small(key, kind, trusted)
         except (ObjectMissingError, FormatError):
@@ -217,9 +235,9 @@ class ChannelReader:
     def stored(self, key: str, sha256: str | None = None, known: ObjectInfo | None = None) -> StoredRecord:
         """Read and check a record, a compaction or an announcement.
 
-        With the digest `sha256` that it must have, the node's cache is used. `known` is its entry in a listing or an event.
-        Raises MissingVersionError if it is not in the store, CorruptDataError if it is damaged, has another digest, or is of
-        another run.
+        With the digest `sha256` that it must have, the node's cache is used. `known` is its entry in a
+        listing or an event. Raises MissingVersionError if it is not in the store, CorruptDataError if it is
+        damaged, has another digest, or is of another run.
         """
         most = self.channel().most_bytes(key)
         try:
@@ -230,13 +248,18 @@ class ChannelReader:
                 if known is not None and known.bytes > most:
                     self.document(known)
                     most = known.bytes
-            data = self.store.read(key, most, known) if sha256 is None else self._read_known(key, sha256, 0, most)
+            data = (
+                self.store.read(key, most, known)
+                if sha256 is None
+                else self._read_known(key, sha256, 0, most)
+            )
         except ObjectMissingError:
             raise MissingVersionError(f"{self.store.url} has no {key}.") from None
         return self._decoded(data, key)
 
     def document(self, info: ObjectInfo) -> Record:
-        """Read only the document of a record, compaction or announcement, by its entry in a listing. Raises like `stored`.
+        """Read only the document of a record, compaction or announcement, by its entry in a listing. Raises
+        like `stored`.
 
         The signature is checked; the digest and the payload are not. Show the result, but never apply it.
         """
@@ -248,7 +271,9 @@ class ChannelReader:
             end = self.store.read_range(info.key, info.bytes - _END_BYTES, info.bytes)
             length = record.document_bytes(end, info.key)
             if length > self.channel().most_bytes(keys.VERSIONS):
-                raise CorruptDataError(f"{info.key} has a document of {length:,} bytes, which is more than it may have.")
+                raise CorruptDataError(
+                    f"{info.key} has a document of {length:,} bytes, which is more than it may have."
+                )
             if len(end) < length <= info.bytes:
                 end = self.store.read_range(info.key, info.bytes - length, info.bytes)
         except ObjectMissingError:
@@ -258,7 +283,9 @@ class ChannelReader:
         return found
 
     def handed(self, key: str, sha256: str, data: bytes | None) -> StoredRecord:
-        """Decode and check a record, as `stored`, from bytes that another process read; with None, read them here."""
+        """Decode and check a record, as `stored`, from bytes that another process read; with None, read them
+        here.
+        """
         if data is None:
             return self.stored(key, sha256)
         found = self._decoded(data, key)
@@ -306,11 +333,13 @@ class ChannelReader:
         try:
             yield
         except ObjectMissingError:
-            raise MissingVersionError(f"{file.key} is named by a record but is not in {self.store.url}.") from None
+            raise MissingVersionError(
+                f"{file.key} is named by a record but is not in {self.store.url}."
+            ) from None
 
     def fetch_ahead(self, key: str, most_bytes: int) -> int:
-        """Read an object before its digest is known, for the node's cache, or else for `fetch`. Return its size, 0 on
-        failure.
+        """Read an object before its digest is known, for the node's cache, or else for `fetch`. Return its
+        size, 0 on failure.
         """
         future = self.prefetched[key] = Future[bytes]()
         data = b""
@@ -328,14 +357,18 @@ class ChannelReader:
     def _read_known(self, key: str, sha256: str, size: int, most_bytes: int) -> bytes:
         """Read and check an object whose digest is known, from the node's cache if the store has one."""
         if isinstance(self.store, CachedStore):
-            return self.store.read_known(key, sha256, size, lambda data: _check_digest(data, key, sha256), most_bytes)
+            return self.store.read_known(
+                key, sha256, size, lambda data: _check_digest(data, key, sha256), most_bytes
+            )
         data = self.store.read(key, most_bytes)
         _check_digest(data, key, sha256)
         return data
 
     def slots(self, prefix: str = keys.VERSIONS) -> list[tuple[Slot, ObjectInfo]]:
         """List the records, by number, then epoch; all, or those of one folder (`keys.folder`)."""
-        found = [(slot, info) for info in self.store.list(prefix) if (slot := keys.slot_of(info.key)) is not None]
+        found = [
+            (slot, info) for info in self.store.list(prefix) if (slot := keys.slot_of(info.key)) is not None
+        ]
         return sorted(found, key=lambda pair: pair[0])
 
     def compactions(self) -> list[tuple[Slot, ObjectInfo]]:
@@ -348,15 +381,22 @@ class ChannelReader:
 
     def shortcuts(self, *prefixes: str) -> list[tuple[Slot, ObjectInfo]]:
         """List shortcuts under these prefixes; without any, compactions and announcements."""
-        infos = (info for prefix in prefixes or (keys.COMPACTIONS, keys.ANNOUNCEMENTS) for info in self.store.list(prefix))
+        infos = (
+            info
+            for prefix in prefixes or (keys.COMPACTIONS, keys.ANNOUNCEMENTS)
+            for info in self.store.list(prefix)
+        )
         return [(span, info) for info in infos if (span := keys.shortcut_of(info.key)) is not None]
 
     def epochs(self) -> list[str]:
         """List the epochs that have a document, ascending."""
-        return sorted(epoch for info in self.store.list(keys.EPOCHS) if (epoch := keys.epoch_of(info.key)) is not None)
+        return sorted(
+            epoch for info in self.store.list(keys.EPOCHS) if (epoch := keys.epoch_of(info.key)) is not None
+        )
 
     def newest(self) -> StoredRecord | None:
-        """The last record of the greatest epoch, None if there is none. If it is a seal, its base is the newest version.
+        """The last record of the greatest epoch, None if there is none. If it is a seal, its base is the
+        newest version.
 
         Raises FormatError if there are records, and none of the newest `limits.DAMAGED_RECORDS` can be read.
         """
@@ -365,8 +405,11 @@ class ChannelReader:
             raise damaged
         return found
 
-    def newest_readable(self, listed: Sequence[tuple[Slot, ObjectInfo]]) -> tuple[StoredRecord | None, FormatError | None]:
-        """`newest` of listed records, and the error of the newest damaged record that was passed over, if any.
+    def newest_readable(
+        self, listed: Sequence[tuple[Slot, ObjectInfo]]
+    ) -> tuple[StoredRecord | None, FormatError | None]:
+        """`newest` of listed records, and the error of the newest damaged record that was passed over, if
+        any.
 
         Up to `limits.DAMAGED_RECORDS` are passed over; the limit bounds the cost of a flood of them.
         """
@@ -386,13 +429,17 @@ class ChannelReader:
         return None if stored is None else stored.version if stored.record.is_version else stored.record.base
 
     def numbered(self, version: int) -> StoredRecord:
-        """The record of a version by its number, in the greatest epoch. Raises MissingVersionError if there is none."""
+        """The record of a version by its number, in the greatest epoch. Raises MissingVersionError if there
+        is none.
+        """
         for slot, info in reversed(self.slots(keys.folder(version))):
             if slot.version == version:
                 stored = self.slot(slot, info)
                 if stored is not None and stored.record.is_version:
                     return stored
-        raise MissingVersionError(f"Version {version} is not in {self.store.url}: not published yet, or forgotten.")
+        raise MissingVersionError(
+            f"Version {version} is not in {self.store.url}: not published yet, or forgotten."
+        )
 
     def versions(self) -> Iterator[VersionId]:
         """Read the versions from the newest one back. Ends where one is missing or damaged."""

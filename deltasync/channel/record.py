@@ -3,7 +3,8 @@
     body        length of the header, header, all other entries, which are a payload
     document    JSON in one line, then its length as 8 bytes, little-endian
 
-A reader finds the document from the end without parsing anything else. The document names the digest of the body.
+A reader finds the document from the end without parsing anything else. The document names the digest of the
+body.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ _NO_DIGEST = "0" * 64
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StoredRecord:
-    """A record as an object of the store; `data` is the object's `size` bytes, or None once they were dropped."""
+    """A record as an object of the store; `data` is the object's `size` bytes, or None once they were
+    dropped.
+    """
 
     key: str
     sha256: str
@@ -39,11 +42,15 @@ class StoredRecord:
     def version(self) -> VersionId:
         """Identity of the version or, for a shortcut, of the version that it leads to."""
         record = self.record
-        return VersionId(record.version, record.epoch, self.sha256 if record.sha256 is None else record.sha256)
+        return VersionId(
+            record.version, record.epoch, self.sha256 if record.sha256 is None else record.sha256
+        )
 
     @property
     def base(self) -> VersionId | None:
-        """The version whose bits it builds on; None for full weights, even if they follow a version in the log."""
+        """The version whose bits it builds on; None for full weights, even if they follow a version in the
+        log.
+        """
         return None if self.use_anchor else self.record.base
 
     @property
@@ -63,7 +70,9 @@ class StoredRecord:
 
 
 def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | None) -> StoredRecord:
-    """Make the object of a record to be stored at `key`; `body_bytes` and `body_sha256` are filled in here."""
+    """Make the object of a record to be stored at `key`; `body_bytes` and `body_sha256` are filled in
+    here.
+    """
     payload, size = payload or Encoded({}, {}), 0
     while True:  # the header names the length of the document, the document that of the header
         front = payload.of_record(size + _LENGTH.size)
@@ -87,9 +96,15 @@ def _sealed(record: Record, key: str, signer: Signer | None) -> bytes:
 
 
 def encode_checked(
-    record: Record, key: str, payload: Encoded | None, signer: Signer | None, channel: Channel, trusted: Trusted | None
+    record: Record,
+    key: str,
+    payload: Encoded | None,
+    signer: Signer | None,
+    channel: Channel,
+    trusted: Trusted | None,
 ) -> StoredRecord:
-    """Make the object of a record as `encode` does, hold it to the bounds of its channel, and read its document back.
+    """Make the object of a record as `encode` does, hold it to the bounds of its channel, and read its
+    document back.
 
     Raises:
         ConfigError: the record, or the files that it names, are larger than readers allow.
@@ -99,17 +114,24 @@ def encode_checked(
     assert stored.data is not None
     for what, size, most in (
         (f"{key} has", stored.size, channel.most_bytes(key)),
-        (f"Files named by {key} total", stored.record.payload_bytes - stored.record.body_bytes, channel.most_payload_bytes),
+        (
+            f"Files named by {key} total",
+            stored.record.payload_bytes - stored.record.body_bytes,
+            channel.most_payload_bytes,
+        ),
     ):
         if size > most:
             raise ConfigError(f"{what} {size:,} bytes; this channel allows {most:,}.")
     return dataclasses.replace(stored, record=decode_document(stored.data, stored.size, key, trusted))
 
 
-def shortcut(run_id: str, version: VersionId, author: str, fingerprint: str, **fields: Any) -> tuple[Record, str]:
+def shortcut(
+    run_id: str, version: VersionId, author: str, fingerprint: str, **fields: Any
+) -> tuple[Record, str]:
     """Return the document of a shortcut to a version, and its key.
 
-    `fields` are the `base` and `delta` of a compaction, or the announced `anchor`. `fingerprint` is the version's.
+    `fields` are the `base` and `delta` of a compaction, or the announced `anchor`. `fingerprint` is the
+    version's.
     """
     document = Record(
         run_id=run_id,
@@ -129,8 +151,9 @@ def shortcut(run_id: str, version: VersionId, author: str, fingerprint: str, **f
 def decode(data: bytes, key: str, trusted: Trusted | None) -> StoredRecord:
     """Parse and check the whole object at `key`, whose bytes are hashed once.
 
-    Raises SignatureError, and reads nothing else, if `trusted` is given and none of its keys has signed it; CorruptDataError
-    if it is not a record, or contradicts itself; UnsupportedFormatError like `documents.decode`.
+    Raises SignatureError, and reads nothing else, if `trusted` is given and none of its keys has signed it;
+    CorruptDataError if it is not a record, or contradicts itself; UnsupportedFormatError like
+    `documents.decode`.
     """
     found = decode_document(data, len(data), key, trusted)
     view = memoryview(data)
@@ -149,7 +172,8 @@ def document_bytes(end: bytes, key: str) -> int:
 
 
 def decode_document(end: bytes, size: int, key: str, trusted: Trusted | None) -> Record:
-    """Parse and check the document at the end of an object of `size` bytes, but not the body. Raises like `decode`.
+    """Parse and check the document at the end of an object of `size` bytes, but not the body. Raises like
+    `decode`.
 
     `end` is the last bytes of the object, at least `document_bytes`.
     """

@@ -1,6 +1,7 @@
 """Ed25519 signatures at the end of documents, and the keys that a reader trusts.
 
-A signature covers the bytes before it and the object's key, so a signed document is valid at its own key only.
+A signature covers the bytes before it and the object's key, so a signed document is valid at its own key
+only.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ class Signer:
         except (ValueError, TypeError, UnsupportedAlgorithm):
             key = None
         if not isinstance(key, library.Ed25519PrivateKey):
-            raise ConfigError(f"{path} is not an Ed25519 private key in PEM without a password. See `deltasync keygen`.")
+            raise ConfigError(
+                f"{path} is not an Ed25519 private key in PEM without a password. See `deltasync keygen`."
+            )
         if mode & 0o077:
             logger.warning("Others on this machine may read the signing key %s: chmod 600 it.", path)
         self._key = key
@@ -72,8 +75,8 @@ class Trusted:
 
     Args:
         names: The keys, 64 hexadecimal digits each.
-        path: A file of keys instead of `names`, read again for each check. A line holds a key, then optionally a name for
-            people. Empty lines and lines that begin with # are skipped.
+        path: A file of keys instead of `names`, read again for each check. A line holds a key, then
+            optionally a name for people. Empty lines and lines that begin with # are skipped.
 
     Raises:
         ConfigError: the file cannot be read, holds no key, or has an invalid line.
@@ -89,7 +92,8 @@ class Trusted:
         return sorted(self._keys)
 
     def check(self, key: str, data: bytes) -> None:
-        """Check that a trusted key has signed this document for this object key. Nothing else in it is interpreted.
+        """Check that a trusted key has signed this document for this object key. Nothing else in it is
+        interpreted.
 
         Raises:
             SignatureError: no trusted key has.
@@ -103,7 +107,9 @@ class Trusted:
                 self._keys = _public_keys(names)
         found = _signature_at_end(data)
         if found is None:
-            raise SignatureError(f"{key} is not signed, and this reader accepts only records that a trusted key signed.")
+            raise SignatureError(
+                f"{key} is not signed, and this reader accepts only records that a trusted key signed."
+            )
         name, signature = found[1].decode(), bytes.fromhex(found[2].decode())
         trusted = self._keys.get(name)
         if trusted is None:
@@ -112,12 +118,15 @@ class Trusted:
             trusted.verify(signature, _signed_bytes(key, data[: found.start()]))
         except InvalidSignature:
             raise SignatureError(
-                f"{key} was altered, or put where it does not belong: the signature of the key {name} does not fit."
+                f"{key} was altered, or put where it does not belong: the signature of the key {name} does "
+                "not fit."
             ) from None
 
 
 def signer_of(settings: PublisherSettings) -> Signer | None:
-    """The signer that a publisher's settings name, None if it does not sign. ConfigError if only trusted keys are set."""
+    """The signer that a publisher's settings name, None if it does not sign. ConfigError if only trusted keys
+    are set.
+    """
     if settings.signing_key is not None:
         return Signer(settings.signing_key, settings.trusted_keys)
     if settings.trusted_keys is not None:
@@ -126,7 +135,9 @@ def signer_of(settings: PublisherSettings) -> Signer | None:
 
 
 def signed_by(data: bytes) -> str | None:
-    """The public key that a document names in its signature, which is not checked. None without a signature."""
+    """The public key that a document names in its signature, which is not checked. None without a
+    signature.
+    """
     found = _signature_at_end(data)
     return None if found is None else found[1].decode()
 
@@ -138,9 +149,11 @@ def require_signer(signer: Signer | None, signed: bool) -> None:
 
 
 def new_key(path: Path, name: str) -> str:
-    """Make a key pair: the private key at `path`, readable by its owner only, the public key in `path` with `.pub` appended.
+    """Make a key pair: the private key at `path`, readable by its owner only, the public key in `path` with
+    `.pub` appended.
 
-    Returns the line in `.pub`: the public key and `name`. Raises ConfigError if a file exists already or cannot be written.
+    Returns the line in `.pub`: the public key and `name`. Raises ConfigError if a file exists already or
+    cannot be written.
     """
     library = _library()
     from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
@@ -191,7 +204,9 @@ def _read(path: Path) -> list[str]:
         if text and not text.startswith("#"):
             found = _LINE.fullmatch(text)
             if found is None:
-                raise ConfigError(f"Line {number} of {path} is no public key: 64 hexadecimal digits, then a name.")
+                raise ConfigError(
+                    f"Line {number} of {path} is no public key: 64 hexadecimal digits, then a name."
+                )
             names.append(found[1])
     if not names:
         raise ConfigError(f"{path} holds no public key.")

@@ -1,9 +1,10 @@
 """`s3://` for all S3-compatible servers, `gs://` and `az://`.
 
-Timeouts of one request: 10 s to connect, 30 s until the reply begins and for each further piece of it, more for a large
-upload (`_REPLY_WITHIN`). After 5xx, 429, 408 and dropped connections, the client makes at most three attempts within 25 s,
-0.1 and 0.2 s apart. After a timeout, as where a gateway has forgotten all idle connections, one more goes over new ones.
-Callers retry further: an uploader as `PublisherSettings.retries` says, a replica at its next poll.
+Timeouts of one request: 10 s to connect, 30 s until the reply begins and for each further piece of it, more
+for a large upload (`_REPLY_WITHIN`). After 5xx, 429, 408 and dropped connections, the client makes at most
+three attempts within 25 s, 0.1 and 0.2 s apart. After a timeout, as where a gateway has forgotten all idle
+connections, one more goes over new ones. Callers retry further: an uploader as `PublisherSettings.retries`
+says, a replica at its next poll.
 """
 
 from __future__ import annotations
@@ -41,19 +42,24 @@ _REPLY_WITHIN = ((8 << 20, 30), (256 << 20, 120), (LARGEST_BYTES, 900))
 _RETRIES: RetryConfig = {
     "max_retries": 2,
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
-    "retry_timeout": timedelta(seconds=25),  # less than any time limit: after that, `ObstoreStore` connects again
+    # less than any time limit: after that, `ObstoreStore` connects again
+    "retry_timeout": timedelta(seconds=25),
 }
 _NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=REQUEST_S)}
 
 
 class CloudStore(ObstoreStore):
-    """A bucket (see `open_store`). Its clients are made on first use, so it can be pickled, and opened before a fork."""
+    """A bucket (see `open_store`). Its clients are made on first use, so it can be pickled, and opened before
+    a fork.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
         parts = urlsplit(url)
         if "@" in parts.netloc:
-            raise ConfigError("A channel URL holds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY.")
+            raise ConfigError(
+                "A channel URL holds no credentials; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
+            )
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]+", parts.netloc):
             short = " A bucket's name has two characters or more." if len(parts.netloc) == 1 else ""
             raise ConfigError(f"A bucket is written {parts.scheme}://bucket/prefix, not {url!r}.{short}")
@@ -83,13 +89,16 @@ class CloudStore(ObstoreStore):
         return watched(PATIENCE_S, lambda: logger.warning(message, self._place(key), PATIENCE_S))
 
     def connect_again(self) -> None:
-        """Connect again for the next request: keys, profiles and tokens may have been renewed, or connections forgotten."""
+        """Connect again for the next request: keys, profiles and tokens may have been renewed, or connections
+        forgotten.
+        """
         self._clients = {}
 
     def _connect(self, within_s: float, once: bool) -> ObjectStore:
         client_options: ClientConfig = {
             "connect_timeout": timedelta(seconds=10),
-            # obstore applies this limit from sending until the reply begins, and then to each piece of the reply.
+            # obstore applies this limit from sending until the reply begins, and then to each piece of the
+            # reply.
             "read_timeout": timedelta(seconds=within_s),
             "timeout": timedelta(seconds=within_s) if once else timedelta(hours=1),
             "pool_idle_timeout": timedelta(minutes=1),  # gateways forget idle connections after some minutes
@@ -103,7 +112,9 @@ class CloudStore(ObstoreStore):
         }
         try:
             if self._scheme == "s3":
-                return S3Store(self._bucket, config=self._s3_config(), credential_provider=self._credentials(), **common)
+                return S3Store(
+                    self._bucket, config=self._s3_config(), credential_provider=self._credentials(), **common
+                )
             return (GCSStore if self._scheme == "gs" else AzureStore)(self._bucket, **common)
         except BaseException as error:
             if not isinstance(error, BaseError | ValueError) and not is_panic(error):
@@ -112,7 +123,8 @@ class CloudStore(ObstoreStore):
             message = str(error).partition("\n\n")[0]
             variables = {"s3": "AWS", "gs": "GOOGLE", "az": "AZURE_STORAGE"}[self._scheme]
             raise ConfigError(
-                f"{self._scheme}://{self._bucket} cannot be opened: {message}. Check the {variables}_* variables."
+                f"{self._scheme}://{self._bucket} cannot be opened: {message}. Check the {variables}_* "
+                "variables."
             ) from None
 
     def _s3_config(self) -> S3Config:
@@ -135,7 +147,9 @@ class CloudStore(ObstoreStore):
         return self._options.get("profile") or aws_profile()
 
     def _credentials(self) -> S3CredentialProvider | None:
-        """Return a profile's credentials. None lets obstore find keys, a web identity, or a container or instance role."""
+        """Return a profile's credentials. None lets obstore find keys, a web identity, or a container or
+        instance role.
+        """
         profile = self._profile()
         if profile is None or self._is_anonymous:
             return None
@@ -164,17 +178,25 @@ def _options(scheme: str, query: str) -> dict[str, str]:
             if "key" in name or "token" in name or "secret" in name:
                 raise ConfigError(f"A channel URL holds no credentials ({shown}); set environment variables.")
             raise ConfigError(
-                f"Unknown option {shown} in a channel URL; options of {scheme}:// are: {', '.join(known) or 'none'}."
+                f"Unknown option {shown} in a channel URL; options of {scheme}:// are: "
+                f"{', '.join(known) or 'none'}."
             )
         if name in ("virtual_hosted", "anonymous") and value not in ("0", "1"):
             raise ConfigError(f"{name}= in a channel URL is 0 or 1.")
     endpoint = options.get("endpoint")
     if endpoint is not None and not is_endpoint(endpoint):
         raise ConfigError(
-            "endpoint= in a channel URL must be https://host or http://host, with a port and a path if needed."
+            "endpoint= in a channel URL must be https://host or http://host, with a port and a path if "
+            "needed."
         )
-    if options.get("virtual_hosted") == "1" and endpoint is not None and _is_address(urlsplit(endpoint).hostname):
-        raise ConfigError("virtual_hosted=1 in a channel URL needs an endpoint with a host name, not an IP address.")
+    if (
+        options.get("virtual_hosted") == "1"
+        and endpoint is not None
+        and _is_address(urlsplit(endpoint).hostname)
+    ):
+        raise ConfigError(
+            "virtual_hosted=1 in a channel URL needs an endpoint with a host name, not an IP address."
+        )
     return options
 
 

@@ -1,4 +1,6 @@
-"""Check the environment variables of the clouds and the Hub before the first request, and refuse bad ones by name."""
+"""Check the environment variables of the clouds and the Hub before the first request, and refuse bad ones by
+name.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,8 @@ from urllib.parse import urlsplit
 
 from deltasync.errors import ConfigError
 
-# The variables that the clients read. Other programs use others with these prefixes; AWS_PAGER, for one, is often empty.
+# The variables that the clients read. Other programs use others with these prefixes; AWS_PAGER, for one, is
+# often empty.
 _CLOUDS = {
     "s3": re.compile(
         r"AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|(SESSION_)?TOKEN|(DEFAULT_)?REGION|ENDPOINT(_URL(_S3|_STS)?)?|METADATA_ENDPOINT"
@@ -21,7 +24,9 @@ _CLOUDS = {
         r"|SSE_\w+|VIRTUAL_HOSTED_STYLE_REQUEST|REQUEST_PAYER|SKIP_SIGNATURE|ALLOW_HTTP|PROFILE)"
     ),
     "gs": re.compile(r"GOOGLE_(APPLICATION_CREDENTIALS|SERVICE_ACCOUNT\w*|BASE_URL|SKIP_SIGNATURE)"),
-    "az": re.compile(r"AZURE_(STORAGE_\w+|MSI_\w+|CLIENT_\w+|TENANT_ID|AUTHORITY_\w+|ENDPOINT|FEDERATED_\w+)|AZURITE_\w+"),
+    "az": re.compile(
+        r"AZURE_(STORAGE_\w+|MSI_\w+|CLIENT_\w+|TENANT_ID|AUTHORITY_\w+|ENDPOINT|FEDERATED_\w+)|AZURITE_\w+"
+    ),
 }
 _S3_CREDENTIALS = (
     "AWS_ACCESS_KEY_ID",
@@ -34,20 +39,34 @@ _S3_CREDENTIALS = (
 _METADATA_S = 1.0  # the service is on the machine's own link
 _HUB = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_ENDPOINT", "HF_HOME", "HF_XET_CACHE")
 _URL = re.compile(r"ENDPOINT(_URL)?(_\w+)?$|_URL$|_FULL_URI$")
-_FILE = re.compile(r"_TOKEN_FILE$|^GOOGLE_APPLICATION_CREDENTIALS$|^GOOGLE_SERVICE_ACCOUNT(_PATH)?$|^SSL_CERT_FILE$")
+_FILE = re.compile(
+    r"_TOKEN_FILE$|^GOOGLE_APPLICATION_CREDENTIALS$|^GOOGLE_SERVICE_ACCOUNT(_PATH)?$|^SSL_CERT_FILE$"
+)
 _FOLDERS = ("HF_HOME", "HF_XET_CACHE")
 _TEXT = ("GOOGLE_SERVICE_ACCOUNT_KEY",)  # JSON, which may have lines
 _REGION = re.compile(r"^AWS_(DEFAULT_)?REGION$")
-_SHARED = ("SSL_CERT_FILE", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "all_proxy")
+_SHARED = (
+    "SSL_CERT_FILE",
+    "HTTP_PROXY",
+    "HTTPS_PROXY",
+    "ALL_PROXY",
+    "http_proxy",
+    "https_proxy",
+    "all_proxy",
+)
 
 
 def check_cloud(scheme: str) -> None:
-    """Raise ConfigError if a variable of a cloud cannot work; it names the variable, without a value that may be secret."""
+    """Raise ConfigError if a variable of a cloud cannot work; it names the variable, without a value that may
+    be secret.
+    """
     _check([name for name in os.environ if _CLOUDS[scheme].fullmatch(name)])
 
 
 def check_role() -> None:
-    """Raise ConfigError if no variables hold credentials for S3 and no metadata service answers; obstore would wait 20 s."""
+    """Raise ConfigError if no variables hold credentials for S3 and no metadata service answers; obstore
+    would wait 20 s.
+    """
     if any(os.environ.get(name) for name in (*_S3_CREDENTIALS, "HTTP_PROXY", "http_proxy")):
         return
     service = urlsplit(os.environ.get("AWS_METADATA_ENDPOINT") or "http://169.254.169.254")
@@ -56,8 +75,10 @@ def check_role() -> None:
         socket.create_connection(address, timeout=_METADATA_S).close()
     except OSError:
         raise ConfigError(
-            "No credentials for S3 are set, and this machine has no metadata service to take a role from. Set "
-            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or add ?anonymous=1 to read a public bucket."
+            "No credentials for S3 are set, and this machine has no metadata service to take a role from. "
+            "Set "
+            "AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE, or add ?anonymous=1 to read a "
+            "public bucket."
         ) from None
 
 
@@ -67,7 +88,9 @@ def check_hub() -> None:
 
 
 def check_xet_cache(writes: bool) -> None:
-    """Check the folder that transfers of the Hub use; only uploads write to it. Raises ConfigError like `check_cloud`."""
+    """Check the folder that transfers of the Hub use; only uploads write to it. Raises ConfigError like
+    `check_cloud`.
+    """
     folder = os.environ.get("HF_XET_CACHE", "")
     existing = folder
     while existing and not os.path.lexists(existing):
@@ -84,7 +107,9 @@ def aws_profile() -> str | None:
 
 
 def import_quietly(module: str) -> Any:
-    """Import hf_xet without its log, which by default writes 18 kB to disk for each upload. RUST_LOG turns it on."""
+    """Import hf_xet without its log, which by default writes 18 kB to disk for each upload. RUST_LOG turns it
+    on.
+    """
     if any(name in os.environ for name in ("RUST_LOG", "HF_XET_LOG_DEST")):
         return importlib.import_module(module)
     os.environ["RUST_LOG"] = "off"  # read at import only
@@ -127,9 +152,12 @@ def _check(names: Iterable[str]) -> None:
         if not value.strip():
             raise ConfigError(f"{name} is empty. Set it to a value, or unset it.")
         is_path = _FILE.search(name) is not None or name in _FOLDERS
-        if name not in _TEXT and not (value.isprintable() and value == value.strip() and (value.isascii() or is_path)):
+        if name not in _TEXT and not (
+            value.isprintable() and value == value.strip() and (value.isascii() or is_path)
+        ):
             raise ConfigError(
-                f"{name} starts or ends with a blank or a line end, or has an unprintable character. Set it again without. "
+                f"{name} starts or ends with a blank or a line end, or has an unprintable character. Set it "
+                "again without. "
                 "Secrets mounted from files often end with a line feed."
             )
         if _FILE.search(name) and not os.path.isfile(value):
@@ -137,7 +165,9 @@ def _check(names: Iterable[str]) -> None:
         if name.upper().endswith("_PROXY"):
             continue  # a host without a scheme is valid, and so is a user with a password
         if _URL.search(name) and not is_endpoint(value):
-            raise ConfigError(f"{name} must be https://host or http://host, with a port and a path if needed.")
+            raise ConfigError(
+                f"{name} must be https://host or http://host, with a port and a path if needed."
+            )
         if _REGION.search(name) and not re.fullmatch(r"[A-Za-z0-9_-]+", value):
             raise ConfigError(f"{name} must be a region such as us-east-1, not {value!r}.")
 

@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 
-_TIMEOUT_S = (10.0, 90.0, 10.0, 10.0)  # connect, read (the Hub pings every 30 s), write, wait for a connection
+# connect, read (the Hub pings every 30 s), write, wait for a connection
+_TIMEOUT_S = (10.0, 90.0, 10.0, 10.0)
 _FIRST_DELAY_S, _LONGEST_DELAY_S = 0.1, 10.0
 _KNOWN = ("ready", "changes", "reset", "reconnect")
 _UNAVAILABLE = (401, 403, 404, 429, 501)
@@ -61,8 +62,8 @@ describe(_Event)
 class EventWatch:
     """Reports the files under `prefix` that are stored in the bucket whose feed is at `url`. See `Watch`.
 
-    `on_change` is called from the thread with each file, whose key is its path, or with None if changes may have been
-    missed.
+    `on_change` is called from the thread with each file, whose key is its path, or with None if changes may
+    have been missed.
     """
 
     def __init__(self, url: str, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
@@ -89,8 +90,10 @@ class EventWatch:
         with self._reporting:
             self._live = False
         connection = self._socket
-        if connection is not None and self._thread.is_alive():  # in a forked child the connection is still the parent's
-            # This wakes the thread from its read. SSLSocket.shutdown would remove the TLS state that the reader uses.
+        # in a forked child the connection is still the parent's
+        if connection is not None and self._thread.is_alive():
+            # This wakes the thread from its read. SSLSocket.shutdown would remove the TLS state that the
+            # reader uses.
             with contextlib.suppress(OSError):  # the connection ended by itself
                 socket.socket.shutdown(connection, socket.SHUT_RDWR)
         if threading.current_thread() is not self._thread:
@@ -118,7 +121,9 @@ class EventWatch:
         """Read one connection to its end. Return False if the Hub offers no feed."""
         params = {} if self._cursor is None else {"cursor": self._cursor}
         headers = request_headers() | {"Accept": "text/event-stream", "Cache-Control": "no-cache"}
-        with get_session().stream("GET", self._url, params=params, headers=headers, timeout=_TIMEOUT_S) as response:
+        with get_session().stream(
+            "GET", self._url, params=params, headers=headers, timeout=_TIMEOUT_S
+        ) as response:
             if response.status_code == 400:
                 self._cursor = None
             if response.status_code != 200:
@@ -145,7 +150,9 @@ class EventWatch:
         for change in event.changes:
             if change.path.startswith(self._prefix) and change.op != "delete":
                 known = change.size is not None
-                self._report(ObjectInfo(change.path, change.size or 0, content=change.xet_hash) if known else None)
+                self._report(
+                    ObjectInfo(change.path, change.size or 0, content=change.xet_hash) if known else None
+                )
 
     def _report(self, stored: ObjectInfo | None) -> None:
         with self._reporting:
@@ -160,7 +167,8 @@ class EventWatch:
 def _events(response: httpx.Response) -> Iterator[tuple[str, _Event]]:
     """Yield the known events of a stream with their names.
 
-    An unreadable event is yielded as `ready`, which reports that changes may have been missed; the feed continues.
+    An unreadable event is yielded as `ready`, which reports that changes may have been missed; the feed
+    continues.
     """
     name, data = "", ""
     for line in _lines(response.iter_bytes()):

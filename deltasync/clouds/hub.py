@@ -11,9 +11,10 @@ Requests of one call:
     list                          GET tree, per 1,000 objects
     delete                        POST batch, per 1,000 keys
 
-In addition, each process fetches a read token and a write token about once an hour. "Small" means up to 64 KiB, "unchanged"
-means equal in the last two reads. HEAD resolve counts against the larger one of the Hub's quotas. GET resolve would save
-requests for small objects that changed, but huggingface_hub itself uses HEAD, and the redirects of a GET are undocumented.
+In addition, each process fetches a read token and a write token about once an hour. "Small" means up to 64
+KiB, "unchanged" means equal in the last two reads. HEAD resolve counts against the larger one of the Hub's
+quotas. GET resolve would save requests for small objects that changed, but huggingface_hub itself uses HEAD,
+and the redirects of a GET are undocumented.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ _Result = TypeVar("_Result")
 
 
 def bucket_of(url: str) -> tuple[str, str]:
-    """Split `hf://buckets/namespace/name/prefix` into the bucket `namespace/name` and the prefix, which may be empty."""
+    """Split `hf://buckets/namespace/name/prefix` into the bucket `namespace/name` and the prefix, which may
+    be empty.
+    """
     match = _URL.fullmatch(url)
     if match is None:
         raise ConfigError(f"A bucket of the Hub is written hf://buckets/namespace/name/prefix, not {url!r}.")
@@ -56,9 +59,10 @@ def bucket_of(url: str) -> tuple[str, str]:
 class HubStore:
     """A bucket of the Hub, or a prefix in it: `hf://buckets/namespace/name/prefix`. See `Store`.
 
-    The bucket need not exist: reads from a missing bucket find nothing, and the first write creates it, private. Token and
-    endpoint are huggingface_hub's (`HF_TOKEN` or `hf auth login`, `HF_ENDPOINT`). Each request to the Hub is tried up to
-    three times. No request waits for a rate limit; the error says how long to wait (`TransientStoreError.wait_s`).
+    The bucket need not exist: reads from a missing bucket find nothing, and the first write creates it,
+    private. Token and endpoint are huggingface_hub's (`HF_TOKEN` or `hf auth login`, `HF_ENDPOINT`). Each
+    request to the Hub is tried up to three times. No request waits for a rate limit; the error says how long
+    to wait (`TransientStoreError.wait_s`).
     """
 
     can_create = False
@@ -68,10 +72,11 @@ class HubStore:
         self.url = url.rstrip("/")
         self._start = f"{prefix}/" if prefix else ""
         self._api = BucketApi(self.url, bucket)
-        # One per process: a forked child cannot use its parent's. There is no lock, because a child could inherit it held.
+        # One per process: a forked child cannot use its parent's. There is no lock, because a child could
+        # inherit it held.
         self._xet_of: dict[int, Xet] = {}
-        # Small objects by path: (hash, bytes, whether two reads agreed). Head and heartbeats are read far more often than
-        # they change.
+        # Small objects by path: (hash, bytes, whether two reads agreed). Head and heartbeats are read far
+        # more often than they change.
         self._small: dict[str, tuple[str | None, bytes, bool]] = {}
 
     @property
@@ -81,7 +86,10 @@ class HubStore:
 
     def create(self, key: str, data: bytes) -> None:
         """Raise StoreError: the Hub cannot create an object only if it is absent."""
-        raise StoreError(f"{self.url}/{check_key(key)}: the Hub has no request that creates an object only if it is absent.")
+        raise StoreError(
+            f"{self.url}/{check_key(key)}: the Hub has no request that creates an object only if it is "
+            "absent."
+        )
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
         """Upload the bytes, then give them the object's path, which replaces the object. See `Store.put`."""
@@ -93,7 +101,9 @@ class HubStore:
             try:
                 xet_hash = self._xet.upload(data)
             except ObjectMissingError:
-                raise StoreError(f"{self.url}: the bucket exists, but this token has no access to it.") from None
+                raise StoreError(
+                    f"{self.url}: the bucket exists, but this token has no access to it."
+                ) from None
         if guard is not None:
             guard()
         try:
@@ -138,18 +148,26 @@ class HubStore:
             if query in asked:
                 raise StoreError(f"{self.url}: the Hub's listing repeats itself and does not end.")
         for entry in sorted(found, key=lambda entry: entry.path):
-            if entry.type == "file" and entry.path.startswith(start) and is_key(entry.path.removeprefix(self._start)):
+            if (
+                entry.type == "file"
+                and entry.path.startswith(start)
+                and is_key(entry.path.removeprefix(self._start))
+            ):
                 stored = entry.uploaded_at or entry.mtime
                 modified_s = 0.0 if stored is None else stored.timestamp()
                 yield ObjectInfo(entry.path.removeprefix(self._start), entry.size, modified_s, entry.xet_hash)
 
     def _page(self, folder: str, query: str) -> tuple[Sequence[Entry], str]:
-        """Return a page of a listing. A 404 is an empty listing only if a second request finds no bucket either."""
+        """Return a page of a listing. A 404 is an empty listing only if a second request finds no bucket
+        either.
+        """
         try:
             return self._api.page(folder, query)
         except ObjectMissingError:
             if "cursor" in query or self._api.exists():
-                raise TransientStoreError(f"{self.url}: the Hub answered 404 for a bucket that exists.") from None
+                raise TransientStoreError(
+                    f"{self.url}: the Hub answered 404 for a bucket that exists."
+                ) from None
             return [], ""
 
     def delete(self, *keys: str) -> None:
@@ -159,7 +177,9 @@ class HubStore:
                 _retried(functools.partial(self._api.delete, paths[first : first + _MOST_OPERATIONS]))
             except ObjectMissingError:
                 if _retried(self._api.exists):
-                    raise TransientStoreError(f"{self.url}: the Hub answered 404 for a bucket that exists.") from None
+                    raise TransientStoreError(
+                        f"{self.url}: the Hub answered 404 for a bucket that exists."
+                    ) from None
                 return
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> EventWatch:
@@ -176,13 +196,17 @@ class HubStore:
     @property
     def _xet(self) -> Xet:
         pid = os.getpid()
-        return self._xet_of.get(pid) or self._xet_of.setdefault(pid, Xet(self.url, self._api.address, self._token))
+        return self._xet_of.get(pid) or self._xet_of.setdefault(
+            pid, Xet(self.url, self._api.address, self._token)
+        )
 
     def _token(self, scope: str) -> Token:
         return _retried(lambda: self._api.token(scope))
 
     def _read(self, path: str, most_bytes: int) -> bytes:
-        """Download an object unless its hash equals that of two equal downloads. A single one may have been damaged."""
+        """Download an object unless its hash equals that of two equal downloads. A single one may have been
+        damaged.
+        """
 
         def download(info: ObjectInfo) -> bytes:
             known_hash, known_data, agreed = self._small.get(path, (None, b"", False))
@@ -200,7 +224,9 @@ class HubStore:
         return self._current(path, download)
 
     def _current(self, path: str, download: Callable[[ObjectInfo], bytes]) -> bytes:
-        """Download the current content of a path. On failure try once more if the content has changed meanwhile."""
+        """Download the current content of a path. On failure try once more if the content has changed
+        meanwhile.
+        """
         self._xet.check("read")
         info = _retried(lambda: self._api.content(path))
         try:

@@ -1,8 +1,9 @@
 """The Hub's HTTP API for one bucket. Requests are not retried; their errors are translated to ours.
 
-huggingface_hub provides the session, its headers and the parser of rate limits. Its bucket calls are not used: they sleep
-through a rate limit, uninterruptibly, up to six times five minutes, and have no time limit
-(docs/decisions/0003-stores.md). After a 429 no request is sent until the time that the Hub asks for has passed.
+huggingface_hub provides the session, its headers and the parser of rate limits. Its bucket calls are not
+used: they sleep through a rate limit, uninterruptibly, up to six times five minutes, and have no time limit
+(docs/decisions/0003-stores.md). After a 429 no request is sent until the time that the Hub asks for has
+passed.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ describe(_BatchReply, Entry, Token)
 class BucketApi:
     """The bucket `namespace/name`. Each method makes one request, unless its docstring says otherwise.
 
-    All methods raise StoreError if the Hub refuses, TransientStoreError if a retry may succeed, and ObjectMissingError if
-    the path or the bucket does not exist.
+    All methods raise StoreError if the Hub refuses, TransientStoreError if a retry may succeed, and
+    ObjectMissingError if the path or the bucket does not exist.
     """
 
     def __init__(self, url: str, bucket: str) -> None:
@@ -107,7 +108,9 @@ class BucketApi:
         for _ in range(_MOST_REDIRECTS):
             response = self._send("HEAD", url, path, headers=headers, follow_redirects=False)
             reply = response.headers
-            size = reply.get("X-Linked-Size") or (None if response.is_redirect else reply.get("Content-Length"))
+            size = reply.get("X-Linked-Size") or (
+                None if response.is_redirect else reply.get("Content-Length")
+            )
             if "X-Xet-Hash" in reply and size is not None and size.isdecimal():
                 return ObjectInfo(path, int(size), content=reply["X-Xet-Hash"])
             target = urljoin(url, reply.get("Location", url))
@@ -141,7 +144,9 @@ class BucketApi:
                 raise self._failure("delete", left[0].path, failures[0].error)
 
     def exists(self) -> bool:
-        """Whether the Hub returns the bucket's metadata. A 404 to another request does not prove that it is missing."""
+        """Whether the Hub returns the bucket's metadata. A 404 to another request does not prove that it is
+        missing.
+        """
         try:
             self._send("GET", self.address)
         except ObjectMissingError:
@@ -156,7 +161,8 @@ class BucketApi:
             raise
         except StoreError as error:
             raise StoreError(
-                f"The bucket {self._bucket} is missing or hidden from this token, and could not be created: {error} "
+                f"The bucket {self._bucket} is missing or hidden from this token, and could not be created: "
+                f"{error} "
                 f"Create it by hand, use a token with that right, or check HF_ENDPOINT ({self._endpoint})."
             ) from None
         if response.status_code != 409:
@@ -179,19 +185,28 @@ class BucketApi:
             raise StoreError(f"{self._url}: the Hub refused to change the bucket: {_reason(response)}.")
         return failed
 
-    def _send(self, method: str, url: str, path: str = "", *, accepted: int = 0, **options: Any) -> httpx.Response:
-        """Send a request about `path`, or about the bucket if it is empty. A status from 400 on, but `accepted`, raises."""
+    def _send(
+        self, method: str, url: str, path: str = "", *, accepted: int = 0, **options: Any
+    ) -> httpx.Response:
+        """Send a request about `path`, or about the bucket if it is empty. A status from 400 on, but
+        `accepted`, raises.
+        """
         check_hub()
         pause = self._pauses["resolvers" if path else "api"]
         pause.check()
         headers = request_headers() | options.pop("headers", {})
         try:
-            response = get_session().request(method, url, headers=headers, **({"timeout": _TIMEOUT_S} | options))
+            response = get_session().request(
+                method, url, headers=headers, **({"timeout": _TIMEOUT_S} | options)
+            )
         except OfflineModeIsEnabled:
-            raise StoreError(f"{self._url} cannot be reached while HF_HUB_OFFLINE is set. Unset it.") from None
+            raise StoreError(
+                f"{self._url} cannot be reached while HF_HUB_OFFLINE is set. Unset it."
+            ) from None
         except (_TRANSPORT_ERROR, OSError, RuntimeError) as error:
             raise pause.failed(f"{self._url}: no answer from the Hub: {one_line(error)}.") from error
-        except (ImportError, ValueError) as error:  # a wrong proxy or certificate file, found before anything is sent
+        except (ImportError, ValueError) as error:
+            # a wrong proxy or certificate file, found before anything is sent
             raise ConfigError(f"{self._url}: no request to the Hub can be made: {one_line(error)}.") from None
         limit = parse_ratelimit_headers(response.headers)
         if limit is not None and limit.limit is not None:
@@ -206,18 +221,22 @@ class BucketApi:
         status, reason = response.status_code, _reason(response)
         found = meaning(status, response.headers.get("X-Error-Code", ""))
         if status == 404:
-            return ObjectMissingError(f"hf://buckets/{self._bucket}{'/' if path else ''}{path} does not exist.")
+            return ObjectMissingError(
+                f"hf://buckets/{self._bucket}{'/' if path else ''}{path} does not exist."
+            )
         if found is Meaning.THROTTLED:
             wait_s, quota = _limit(response)
             return pause.asked(
                 wait_s,
-                f"{self._url}: the Hub's rate limit is reached{quota}; no requests for {wait_s:.0f} s: {reason}.",
+                f"{self._url}: the Hub's rate limit is reached{quota}; no requests for {wait_s:.0f} s: "
+                f"{reason}.",
             )
         if found is Meaning.LATER:
             return pause.failed(f"{self._url}: the Hub answered {status}: {reason}.")
         if status == 403:
             return StoreError(
-                f"The token lacks a right in {self._url}: {reason}. {_LOGIN}, with a token that has this right."
+                f"The token lacks a right in {self._url}: {reason}. {_LOGIN}, with a token that has this "
+                "right."
             )
         if status != 401:
             return StoreError(f"{self._url}: the Hub answered {status}: {reason}.")
@@ -233,11 +252,15 @@ class BucketApi:
         try:
             return msgspec.json.decode(response.content, type=kind)
         except UNREADABLE_JSON as error:
-            raise TransientStoreError(f"{self._url}: the Hub returned an unexpected response: {error}.") from error
+            raise TransientStoreError(
+                f"{self._url}: the Hub returned an unexpected response: {error}."
+            ) from error
 
 
 def asked_wait_s(headers: Mapping[str, str]) -> float | None:
-    """Return the wait in seconds that the header `RateLimit` or `Retry-After` asks for; None without these headers."""
+    """Return the wait in seconds that the header `RateLimit` or `Retry-After` asks for; None without these
+    headers.
+    """
     limit = parse_ratelimit_headers(headers)
     if limit is not None:
         return float(limit.reset_in_seconds)
@@ -254,7 +277,11 @@ def _limit(response: httpx.Response) -> tuple[float, str]:
     """Return the wait that a 429 asks for, and the quota in words."""
     limit, wait_s = parse_ratelimit_headers(response.headers), asked_wait_s(response.headers)
     known = limit is not None and limit.limit is not None
-    quota = f" ({limit.limit} {limit.resource_type} requests in {limit.window_seconds} s)" if limit and known else ""
+    quota = (
+        f" ({limit.limit} {limit.resource_type} requests in {limit.window_seconds} s)"
+        if limit and known
+        else ""
+    )
     return _LIMITED_S if wait_s is None else wait_s, quota
 
 

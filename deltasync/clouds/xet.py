@@ -1,6 +1,7 @@
 """Xet's content-addressed store (hf_xet), which holds the bytes of the Hub's buckets by hash.
 
-Only the length is checked here. hf_xet once returned a flipped bit without an error, so readers must check digests.
+Only the length is checked here. hf_xet once returned a flipped bit without an error, so readers must check
+digests.
 """
 
 from __future__ import annotations
@@ -42,21 +43,23 @@ CONFIG = {
         "client.retry_max_attempts": 3,
         "client.retry_max_duration": "60s",
     },
-    # The read timeout stays at its default of 5 min, because it includes sending many pieces of 64 MB at once.
+    # The read timeout stays at its default of 5 min, because it includes sending many pieces of 64 MB at
+    # once.
     "write": {
         "client.idle_connection_timeout": _IDLE,
         "client.connect_timeout": "10s",
         "client.retry_base_delay": "300ms",
         "client.retry_max_attempts": 3,
-        # Weights share no 64 KiB with older ones, so a query per upload would find nothing. For the same reason
-        # the cache of uploaded chunks is switched off; by default it grows to 16 GB on disk.
+        # Weights share no 64 KiB with older ones, so a query per upload would find nothing. For the same
+        # reason the cache of uploaded chunks is switched off; by default it grows to 16 GB on disk.
         "deduplication.global_dedup_query_enabled": False,
         "shard.cache_subdir": "deltasync",
         "shard.cache_size_limit": 1,
     },
 }
 _TOKEN_MARGIN_S = 60.0
-_WITHIN_S, _SLOWEST_BYTES_S = 60.0, 128 << 10  # time limit of a transfer without bytes, and what each second adds
+# time limit of a transfer without bytes, and what each second adds
+_WITHIN_S, _SLOWEST_BYTES_S = 60.0, 128 << 10
 
 _Result = TypeVar("_Result")
 
@@ -76,9 +79,9 @@ class _SilentError(TransientStoreError):
 class Xet:
     """Uploads and downloads bytes in one process. Tokens and connections are reused.
 
-    hf_xet itself tries a transfer three times after failures of the network or the server. After a refusal or a short reply
-    this class tries once more, with a new token if the old one may be the reason. Each scope, `read` and `write`, pauses
-    when it keeps failing.
+    hf_xet itself tries a transfer three times after failures of the network or the server. After a refusal or
+    a short reply this class tries once more, with a new token if the old one may be the reason. Each scope,
+    `read` and `write`, pauses when it keeps failing.
     """
 
     def __init__(self, url: str, api: str, fetch_token: Callable[[str], Token]) -> None:
@@ -116,7 +119,9 @@ class Xet:
         def download() -> bytes:
             group = self._downloads
             if group is None:
-                group = self._downloads = self._session("read").new_download_stream_group(**self._connection("read"))
+                group = self._downloads = self._session("read").new_download_stream_group(
+                    **self._connection("read")
+                )
             content = hf_xet.XetFileInfo(info.content, info.bytes)
             pieces, size = [], 0
             for piece in group.download_stream(content, start=start, end=end):
@@ -133,8 +138,8 @@ class Xet:
     def _awaited(self, scope: str, transfer: Callable[[], _Result], size: int) -> _Result:
         """Run a transfer of `size` bytes in a thread, and wait for it, for a time. Say it if that takes long.
 
-        The Hub and the storage are different hosts: one may answer while the other hangs, and hf_xet is silent for minutes.
-        It does not check for signals either: from another thread, Ctrl-C ends the wait.
+        The Hub and the storage are different hosts: one may answer while the other hangs, and hf_xet is
+        silent for minutes. It does not check for signals either: from another thread, Ctrl-C ends the wait.
 
         Raises:
             TransientStoreError: the storage has not answered in time.
@@ -154,12 +159,15 @@ class Xet:
             except FutureTimeoutError:
                 self._sessions.pop(scope, None)
                 raise _SilentError(
-                    f"{place()} has not finished a transfer ({scope}) of {size:,} bytes in {within_s:.0f} s. Check that "
+                    f"{place()} has not finished a transfer ({scope}) of {size:,} bytes in {within_s:.0f} s. "
+                    "Check that "
                     "this machine reaches that host: a proxy or a firewall may hold its connections."
                 ) from None
 
     def _transferred(self, scope: str, transfer: Callable[[], _Result], size: int) -> _Result:
-        """Run a transfer and return its result. Raises StoreError if an upload is refused, else TransientStoreError."""
+        """Run a transfer and return its result. Raises StoreError if an upload is refused, else
+        TransientStoreError.
+        """
         pause = self._pauses[scope]
         pause.check()
         for is_last in (False, True):
@@ -181,7 +189,8 @@ class Xet:
                     self._sessions.pop(scope, None)
                 if is_last or not (refused or isinstance(error, EOFError) or re.search(_AGAIN, reason)):
                     failed = pause.failed(f"{self._url}: the transfer ({scope}) failed: {reason}.")
-                    # A refused read may be of an object that was replaced meanwhile; a refused write is final.
+                    # A refused read may be of an object that was replaced meanwhile; a refused write is
+                    # final.
                     raise StoreError(str(failed)) if refused and scope == "write" else failed from error
             else:
                 pause.answered()
@@ -199,7 +208,9 @@ class Xet:
         return self._sessions[scope]
 
     def _connection(self, scope: str) -> dict[str, Any]:
-        """Return the arguments of a session's methods. The token is fetched here, so that a refusal is recognised."""
+        """Return the arguments of a session's methods. The token is fetched here, so that a refusal is
+        recognised.
+        """
         token = self._tokens.get(scope)
         if token is None or token.exp < time.time() + _TOKEN_MARGIN_S:
             token = self._tokens[scope] = self._fetch_token(scope)
@@ -224,7 +235,8 @@ def request_headers() -> dict[str, str]:
     token = headers.get("authorization", "")
     if not token.isascii() or not token.isprintable() or len(token.split()) > 2:
         raise ConfigError(
-            "The Hub's token (HF_TOKEN, or the file of `hf auth login`) has a blank, a line end or a non-ASCII character. "
+            "The Hub's token (HF_TOKEN, or the file of `hf auth login`) has a blank, a line end or a "
+            "non-ASCII character. "
             "Copy it again."
         )
     return headers

@@ -53,5 +53,7 @@ def get(name: str) -> Codec:
     """
     codecs = _codecs()
     if name not in codecs:
-        raise UnsupportedFormatError(f"Unknown codec {name!r}; this version reads {', '.join(codecs)}. Upgrade deltasync.")
+        raise UnsupportedFormatError(
+            f"Unknown codec {name!r}; this version reads {', '.join(codecs)}. Upgrade deltasync."
+        )
     return codecs[name]

@@ -7,8 +7,8 @@ The `__metadata__` of a payload holds strings only:
     version, base_version   decimal
     changed       decimal: number of changed elements
 
-A codec adds metadata of its own. Tensors that did not change are not named. No payload has an entry `.record`: a record that
-contains a payload keeps its document there (`channel.record`).
+A codec adds metadata of its own. Tensors that did not change are not named. No payload has an entry
+`.record`: a record that contains a payload keeps its document there (`channel.record`).
 """
 
 from __future__ import annotations
@@ -49,12 +49,16 @@ _BITS = {
 }
 
 OldBits = Callable[[str], "Bits"]  # flat bits of a tensor before the delta, by its name
-NewBits = Callable[[str], tuple[np.ndarray, int]]  # the new flat bits of a tensor's range, by its name; its first element
-Wanted = Callable[[str], Sequence[Region] | None]  # the regions of a tensor to decode, by its name; None for all of it
+# the new flat bits of a tensor's range, by its name; its first element
+NewBits = Callable[[str], tuple[np.ndarray, int]]
+# the regions of a tensor to decode, by its name; None for all of it
+Wanted = Callable[[str], Sequence[Region] | None]
 
 
 class Bits(Protocol):
-    """The flat unsigned bit patterns of a tensor, read by ranges: an array, or what makes one for each range."""
+    """The flat unsigned bit patterns of a tensor, read by ranges: an array, or what makes one for each
+    range.
+    """
 
     @property
     def size(self) -> int:
@@ -140,7 +144,8 @@ class Encoded:
         return self._file
 
     def of_record(self, record_bytes: int) -> tuple[bytes, memoryview]:
-        """Return what a record with this payload has before its document: the header, and all entries but `.record`.
+        """Return what a record with this payload has before its document: the header, and all entries but
+        `.record`.
 
         Args:
             record_bytes: Size of the last entry `.record`. A larger size never makes the header shorter.
@@ -174,8 +179,8 @@ class Payload:
 def body(arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> list[memoryview]:
     """Serialize a safetensors file.
 
-    The safetensors library may put `.record` before other entries, and metadata into any order. Here entries of large items
-    come first, so that all are aligned, and the same input gives the same bytes.
+    The safetensors library may put `.record` before other entries, and metadata into any order. Here entries
+    of large items come first, so that all are aligned, and the same input gives the same bytes.
 
     Args:
         arrays: The entries, on the host.
@@ -196,7 +201,8 @@ def body(arrays: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) -> lis
 def layout(
     specs: Iterable[TensorSpec], metadata: Mapping[str, str], record_bytes: int | None = None
 ) -> tuple[bytes, list[TensorSpec]]:
-    """Return the header of a safetensors file, its length included, and the order of the tensors behind it; see `body`.
+    """Return the header of a safetensors file, its length included, and the order of the tensors behind it;
+    see `body`.
 
     `record_bytes` is the size of a last entry `.record`; None for no such entry.
     """
@@ -229,7 +235,9 @@ def open_payload(data: bytes) -> Payload:
     head = _header(data)
     metadata = _metadata(head[1])
     if metadata.get("format") != FORMAT:
-        raise UnsupportedFormatError(f"Payload has format {metadata.get('format')!r}; this version reads {FORMAT!r}.")
+        raise UnsupportedFormatError(
+            f"Payload has format {metadata.get('format')!r}; this version reads {FORMAT!r}."
+        )
     found = {name: entry for name, entry in _entries(*head, len(data)).items() if name != RECORD}
     try:
         return Payload(
@@ -257,14 +265,16 @@ def _array(data: bytes | memoryview, dtype: str, shape: tuple[int, ...], first: 
 
 
 def entries(data: bytes | memoryview, size: int) -> dict[str, tuple[str, tuple[int, ...], int, int]]:
-    """Return the entries of a safetensors file: safetensors' name of the dtype, shape, first byte, byte behind the last one.
+    """Return the entries of a safetensors file: safetensors' name of the dtype, shape, first byte, byte
+    behind the last one.
 
     Args:
         data: The first bytes of the file, with all of its header.
         size: Bytes of the file.
 
     Raises:
-        CorruptDataError: the file is malformed, or its entries do not fill it without gaps from the header to the end.
+        CorruptDataError: the file is malformed, or its entries do not fill it without gaps from the header to
+            the end.
     """
     return _entries(*_header(data), size)
 
@@ -304,7 +314,8 @@ def _header(data: bytes | memoryview) -> tuple[int, Any]:
 
 
 def read_metadata(data: bytes | memoryview) -> dict[str, str]:
-    """Return the `__metadata__` of a safetensors file in memory; the library reads it only from files on disk.
+    """Return the `__metadata__` of a safetensors file in memory; the library reads it only from files on
+    disk.
 
     Raises:
         CorruptDataError: the file is malformed or has no metadata.

@@ -1,7 +1,8 @@
 """The classes of groups of blocks and their tables.
 
-The class of an element follows from a field of its old bits, (bits >> shift) & mask (`_FIELDS`): the exponent. A class is
-the elements whose field is from `first` to `last`; its level q says that about one in 2**(q / 8) changes. A group in bytes:
+The class of an element follows from a field of its old bits, (bits >> shift) & mask (`_FIELDS`): the
+exponent. A class is the elements whose field is from `first` to `last`; its level q says that about one in
+2**(q / 8) changes. A group in bytes:
 
     number of classes less one
     first, last and level of each class, ascending and without overlap; an element of no class does not change
@@ -37,14 +38,18 @@ def field(dtype: str) -> tuple[int, int]:
 
 
 def read(data: bytes, count: int) -> tuple[list[np.ndarray], np.ndarray]:
-    """Read the classes of so many groups and no more, as `Classes.of` takes them, and all their tables, int64[T, 256]."""
+    """Read the classes of so many groups and no more, as `Classes.of` takes them, and all their tables,
+    int64[T, 256].
+    """
     parsed, groups = tables.Parsed(data), []
     for _ in range(count):
         classes = int(parsed.bytes(1)[0]) + 1
         line_C3 = parsed.bytes(3 * classes).reshape(-1, 3).astype(np.int64)
         first_C, last_C, level_C = line_C3.T
         if (first_C > last_C).any() or (first_C[1:] <= last_C[:-1]).any() or level_C.max() > LEVELS:
-            raise CorruptDataError("Payload tables have classes that are not ascending, or of a level that does not exist.")
+            raise CorruptDataError(
+                "Payload tables have classes that are not ascending, or of a level that does not exist."
+            )
         groups.append(line_C3)
         parsed.skip(2 * classes)
     parsed.finish()
@@ -55,9 +60,13 @@ def to_bytes(classes: Classes, freq_TS: np.ndarray) -> list[bytes]:
     """Return the bytes of each group, with the slots of the tables of all."""
     table_N, end_T = tables.all_bytes(freq_TS)
     end_L = np.append(0, end_T)[::2].tolist()
-    line_L3 = np.stack((classes.low_L, classes.low_L + classes.span_L, classes.level_L), axis=1).astype(np.uint8)
+    line_L3 = np.stack((classes.low_L, classes.low_L + classes.span_L, classes.level_L), axis=1).astype(
+        np.uint8
+    )
     found = []
     for low, high in itertools.pairwise(classes.bound_G.tolist()):
         line_C3 = line_L3[low:high][np.argsort(line_L3[low:high, 0])]
-        found.append(bytes([high - low - 1]) + line_C3.tobytes() + table_N[end_L[low] : end_L[high]].tobytes())
+        found.append(
+            bytes([high - low - 1]) + line_C3.tobytes() + table_N[end_L[low] : end_L[high]].tobytes()
+        )
     return found

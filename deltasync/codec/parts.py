@@ -1,7 +1,8 @@
 """The entries of a payload for blocks of one vector that are coded in one way, and how they are read.
 
-A *part* is a table of blocks, int32[B, 2] of changes and words, if smaller as byte planes (`planes`); the words; and the
-tables of groups of blocks. The metadata has the first block of each group, and the sizes of the planes.
+A *part* is a table of blocks, int32[B, 2] of changes and words, if smaller as byte planes (`planes`); the
+words; and the tables of groups of blocks. The metadata has the first block of each group, and the sizes of
+the planes.
 """
 
 from __future__ import annotations
@@ -29,7 +30,11 @@ _MOST_ROWS = 1 << 24  # of a table of blocks in planes: small planes could ask f
 
 
 def coded(
-    kind: tuple[str, str, str], row_B2: np.ndarray, groups: Sequence[int], tables: bytes | bytearray, words: torch.Tensor
+    kind: tuple[str, str, str],
+    row_B2: np.ndarray,
+    groups: Sequence[int],
+    tables: bytes | bytearray,
+    words: torch.Tensor,
 ) -> Coded:
     """Return a part.
 
@@ -41,7 +46,9 @@ def coded(
         words: The words, int32.
     """
     more_B2 = np.diff(row_B2, axis=0, prepend=np.zeros_like(row_B2[:1]))
-    found = planes.compress(np.ascontiguousarray(((more_B2 << 1) ^ (more_B2 >> 31)).T).view(np.uint32).reshape(-1))
+    found = planes.compress(
+        np.ascontiguousarray(((more_B2 << 1) ^ (more_B2 >> 31)).T).view(np.uint32).reshape(-1)
+    )
     rows, sizes = torch.from_numpy(row_B2), None
     if found is not None and len(row_B2) <= _MOST_ROWS:
         rows, sizes = torch.frombuffer(bytearray(found[1]), dtype=torch.uint8), found[0]
@@ -67,11 +74,13 @@ class Part:
         words: The words of all blocks, uint32.
 
     Raises:
-        CorruptDataError: an entry is missing or has another size, a number of changes or words is negative, or groups do
-            not ascend from 0.
+        CorruptDataError: an entry is missing or has another size, a number of changes or words is negative,
+            or groups do not ascend from 0.
     """
 
-    def __init__(self, payload: Payload, width: int, kind: tuple[str, str, str], row: Mapping[str, Any], count: int) -> None:
+    def __init__(
+        self, payload: Payload, width: int, kind: tuple[str, str, str], row: Mapping[str, Any], count: int
+    ) -> None:
         blocks, tables, words = (f".{width}.{name}" for name in kind)
         self.row_B2 = _rows(payload, blocks, count, row.get("planes"))
         self.bound_B, self.word_B = bounds(self.row_B2[:, 0]), bounds(self.row_B2[:, 1])
@@ -92,7 +101,9 @@ class Part:
 
 
 def _rows(payload: Payload, key: str, count: int, sizes: object) -> np.ndarray:
-    """Return a table of blocks, int32[count, 2], from its entry and the sizes of its planes, None for no planes."""
+    """Return a table of blocks, int32[count, 2], from its entry and the sizes of its planes, None for no
+    planes.
+    """
     if sizes is not None and count <= _MOST_ROWS:
         if not isinstance(sizes, list) or not all(isinstance(size, int) and size > 0 for size in sizes):
             raise CorruptDataError(f"The planes of {key!r} have sizes {sizes!r:.100}.")

@@ -1,7 +1,7 @@
 """A table of numbers as byte planes, each one zstandard frame.
 
-An array of uint32 has four planes: the lowest byte of each element in order, then the next byte, up to the highest. The
-frames follow each other in one entry, uint8[sum of sizes], stored beside the sizes.
+An array of uint32 has four planes: the lowest byte of each element in order, then the next byte, up to the
+highest. The frames follow each other in one entry, uint8[sum of sizes], stored beside the sizes.
 """
 
 from __future__ import annotations
@@ -11,9 +11,16 @@ import zstandard
 
 from deltasync.errors import CorruptDataError
 
-# Apart from long runs, these numbers have no repetitions that pay, and searching for them costs time and size.
+# Apart from long runs, these numbers have no repetitions that pay, and searching for them costs time and
+# size.
 _PARAMETERS = zstandard.ZstdCompressionParameters(
-    window_log=17, hash_log=6, chain_log=6, search_log=1, min_match=7, target_length=0, strategy=zstandard.STRATEGY_FAST
+    window_log=17,
+    hash_log=6,
+    chain_log=6,
+    search_log=1,
+    min_match=7,
+    target_length=0,
+    strategy=zstandard.STRATEGY_FAST,
 )
 MOST_WINDOW_BYTES = 8 << 20
 """Window that RFC 8878 recommends every decoder to support."""

@@ -47,7 +47,9 @@ def _elements(payload: Payload, key: str) -> int:
 
 
 def _spans(vector: Vector, number_T: np.ndarray, wanted: Wanted) -> np.ndarray | None:
-    """Return where the wanted elements of changed tensors lie, int64[R, 2] of first and last positions; None for all."""
+    """Return where the wanted elements of changed tensors lie, int64[R, 2] of first and last positions; None
+    for all.
+    """
     spans, whole = [], True
     for t in number_T.tolist():
         first, last = vector.first_T[t : t + 2].tolist()
@@ -56,7 +58,9 @@ def _spans(vector: Vector, number_T: np.ndarray, wanted: Wanted) -> np.ndarray |
             spans.append((first, last))
             continue
         whole = False
-        spans += [(first + region[0], first + region_end(region)) for region in regions if region_size(region)]
+        spans += [
+            (first + region[0], first + region_end(region)) for region in regions if region_size(region)
+        ]
     return None if whole else np.array(spans, np.int64).reshape(-1, 2)
 
 
@@ -65,7 +69,8 @@ class Reader:
 
     Attributes:
         vector: The vector.
-        number_T, count_T, digest_T: Numbers of the changed tensors, the changes of each, and their fingerprints.
+        number_T, count_T, digest_T: Numbers of the changed tensors, the changes of each, and their
+            fingerprints.
         gaps: The blocks of gaps, if there are any.
         blocks: Where these lie.
         tiles: The blocks by class, if there are any.
@@ -134,11 +139,15 @@ class Reader:
         return sum(int(part.bound_B[-1]) for part in (self.gaps, self.tiles) if part is not None)
 
     def choose(self, wanted: Wanted) -> list[str]:
-        """Decode only blocks with wanted elements. Return the tensors of which that needs more old bits than are wanted."""
+        """Decode only blocks with wanted elements. Return the tensors of which that needs more old bits than
+        are wanted.
+        """
         lacking = []
         if self.tiles is not None:
             self._keep_B = np.zeros(len(self.tiles.row_B2), np.bool_)
-            for (t, cut), low, high in zip(self.cuts.items(), self._block_T[:-1], self._block_T[1:], strict=True):
+            for (t, cut), low, high in zip(
+                self.cuts.items(), self._block_T[:-1], self._block_T[1:], strict=True
+            ):
                 spec = self.vector.specs[t]
                 regions = wanted(spec.name)
                 chosen_B = None if regions is None else cut.chosen(regions, spec.element_count)
@@ -174,7 +183,9 @@ class Reader:
     def _by_gap(self, part: Part, wanted: Wanted | None) -> list[Sparse]:
         """Decode the blocks of gaps with wanted elements."""
         keep_B, blocks = np.ones(len(part.row_B2), np.bool_), self.blocks
-        span_R2 = None if wanted is None else _spans(self.vector, np.setdiff1d(self.number_T, self.tiled_T), wanted)
+        span_R2 = (
+            None if wanted is None else _spans(self.vector, np.setdiff1d(self.number_T, self.tiled_T), wanted)
+        )
         if span_R2 is not None:
             end_B = blocks.base_B + blocks.size_BC[:, 0]
             first_R = np.searchsorted(end_B, span_R2[:, 0], side="right")
@@ -191,14 +202,18 @@ class Reader:
                 continue
             held = Blocks(blocks.base_B[at_B], blocks.size_BC[at_B], bounds(part.row_B2[at_B, 0]))
             found.append(Sparse.of(self.vector, held.bound_B[-1]))
-            if not native.decode(held, part.words, part.words_of(at_B), freq_TS[2 * group : 2 * group + 2], *found[-1]):
+            if not native.decode(
+                held, part.words, part.words_of(at_B), freq_TS[2 * group : 2 * group + 2], *found[-1]
+            ):
                 raise self._malformed()
         return found
 
     def _by_class(self, part: Part, old: OldBits | None) -> list[Sparse]:
         """Decode the blocks by class that were chosen, in pieces that are ascending together."""
         if old is None:
-            raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
+            raise StageError(
+                "This delta is coded by `context` and needs the old weights; decode it with `old`."
+            )
         lines, freq_TS = classes.read(part.tables, len(part.groups))
         groups = Classes.of(lines)
         vector, table_G, found = self.vector, (2 * groups.bound_G).tolist(), list[Sparse]()
@@ -208,7 +223,9 @@ class Reader:
                 raise CorruptDataError("Payload has a block with more changes than elements.")
             bound_B = bounds(row_B2[:, 0])
             at_K, step_K = Sparse.of(vector, bound_B[-1])
-            for low, high in itertools.pairwise([0, *(np.flatnonzero(np.diff(group_B)) + 1).tolist(), at_B.size]):
+            for low, high in itertools.pairwise(
+                [0, *(np.flatnonzero(np.diff(group_B)) + 1).tolist(), at_B.size]
+            ):
                 here, group = slice(int(bound_B[low]), int(bound_B[high])), int(group_B[low])
                 if here.start < here.stop and not native.decode_classes(
                     row_BF[low:high],
@@ -228,15 +245,17 @@ class Reader:
     def _batches(self, old: OldBits) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]]:
         """Yield the blocks by class to decode in batches of about `_BATCH_BYTES` of old bits.
 
-        A batch is pieces of tensors: the numbers of their blocks, the tables of blocks and of bands, which count blocks in
-        the batch, and the bits. An array is taken as a whole. Other old bits are made for about `_PART_BYTES` for each
-        thread at a time.
+        A batch is pieces of tensors: the numbers of their blocks, the tables of blocks and of bands, which
+        count blocks in the batch, and the bits. An array is taken as a whole. Other old bits are made for
+        about `_PART_BYTES` for each thread at a time.
         """
         vector, width, tiling = self.vector, self.vector.width, tiles.tiling_of(self.vector, self.cuts)
         row_BF, band_GF = tiling.chosen(tiling.count_T > 0, np.zeros_like(tiling.count_T))
         at_B = np.arange(len(row_BF)) if self._keep_B is None else np.flatnonzero(self._keep_B)
         row_BF, edge_G = row_BF[at_B], np.searchsorted(at_B, np.append(band_GF[:, 5], len(row_BF))).tolist()
-        start_B = row_BF[:, 4] - np.repeat(vector.first_T[self.tiled_T], np.diff(np.searchsorted(at_B, self._block_T)))
+        start_B = row_BF[:, 4] - np.repeat(
+            vector.first_T[self.tiled_T], np.diff(np.searchsorted(at_B, self._block_T))
+        )
         stop_B = start_B + (row_BF[:, 3] - 1) * row_BF[:, 2] + row_BF[:, 1]
         part_bytes, byte_G = (
             _PART_BYTES * native.threads(vector.element_count),
@@ -250,7 +269,9 @@ class Reader:
             if not isinstance(bits, np.ndarray):
                 most, before_G = part_bytes, byte_G[first:last]
                 if before_G[-1] - before_G[0] >= most:
-                    edges[1:1] = (np.flatnonzero(np.diff((before_G - before_G[0]) // most)) + 1 + first).tolist()
+                    edges[1:1] = (
+                        np.flatnonzero(np.diff((before_G - before_G[0]) // most)) + 1 + first
+                    ).tolist()
             for low, high in itertools.pairwise(edges):
                 held = slice(edge_G[low], edge_G[high])
                 if held.start == held.stop:
@@ -275,7 +296,9 @@ def readers_of(payload: Payload, layout: Layout) -> dict[int, Reader]:
     block, found = _elements(payload, "block_elements"), dict[int, Reader]()
     for width, row in _object(payload, "vectors").items():
         if width not in map(str, layout.vectors) or not isinstance(row, dict):
-            raise CorruptDataError(f"Payload has elements of {width!r:.40} bytes, which the channel does not have.")
+            raise CorruptDataError(
+                f"Payload has elements of {width!r:.40} bytes, which the channel does not have."
+            )
         row = {"block": 0, "blocks": 0} | row
         numbers: list[Any] = [row.get(key) for key in ("tensor", "tensors", "block", "blocks")]
         vector = layout.vectors[int(width)]

@@ -1,8 +1,8 @@
 """Symbol tables, fitted to counts, and their bytes.
 
-A table divides 2**12 slots among 256 symbols. Its bytes are the highest symbol that occurs, then for each symbol from 0 up
-to it the number of its slots as LEB128 (7 bits per byte, low ones first, the top bit set where another byte follows; at
-most two bytes). The numbers add up to 2**12, and the last is not 0.
+A table divides 2**12 slots among 256 symbols. Its bytes are the highest symbol that occurs, then for each
+symbol from 0 up to it the number of its slots as LEB128 (7 bits per byte, low ones first, the top bit set
+where another byte follows; at most two bytes). The numbers add up to 2**12, and the last is not 0.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ SLOTS = 1 << TABLE_BITS
 
 
 def fit(count_TS: np.ndarray) -> np.ndarray:
-    """Return the slots of each symbol, uint32[T, 256]: about proportional to its count, at least one if it occurs."""
+    """Return the slots of each symbol, uint32[T, 256]: about proportional to its count, at least one if it
+    occurs.
+    """
     total_T = count_TS.sum(axis=1)
     if not total_T.all():
         count_TS = count_TS.copy()
@@ -41,8 +43,12 @@ def all_bytes(freq_TS: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     byte_TS2[..., 1] = freq_TS >> 7
     held_TS2 = np.repeat((np.arange(freq_TS.shape[1]) <= highest_T[:, None])[..., None], 2, axis=2)
     held_TS2[..., 1] &= more_TS
-    line_TB = np.concatenate((highest_T[:, None].astype(np.uint8), byte_TS2.reshape(len(freq_TS), -1)), axis=1)
-    held_TB = np.concatenate((np.ones((len(freq_TS), 1), np.bool_), held_TS2.reshape(len(freq_TS), -1)), axis=1)
+    line_TB = np.concatenate(
+        (highest_T[:, None].astype(np.uint8), byte_TS2.reshape(len(freq_TS), -1)), axis=1
+    )
+    held_TB = np.concatenate(
+        (np.ones((len(freq_TS), 1), np.bool_), held_TS2.reshape(len(freq_TS), -1)), axis=1
+    )
     return line_TB[held_TB], np.cumsum(held_TB.sum(axis=1))
 
 

@@ -1,9 +1,9 @@
 """Tiles: `context` cuts matrices so that a worker with an even shard of one decodes it from what it holds.
 
-The last two dimensions of a tensor are a matrix, which is cut into rows of tiles of one shape. Tiles follow each other by
-matrix, then by row of tiles, then from left to right. Each is a block; its elements follow each other by row. The cut
-follows from the shape, the range that a payload has, and the metadata `tile_elements`. A range without tiles is cut into
-rows of `block_elements` elements.
+The last two dimensions of a tensor are a matrix, which is cut into rows of tiles of one shape. Tiles follow
+each other by matrix, then by row of tiles, then from left to right. Each is a block; its elements follow each
+other by row. The cut follows from the shape, the range that a payload has, and the metadata `tile_elements`.
+A range without tiles is cut into rows of `block_elements` elements.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ class Cut:
         return -(-(self.stop - self.start) // self.size) if self.grid is None else self.grid.count
 
     def tables(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the table of blocks, int64[B, 4], and of bands of blocks, int64[G, 6]. Neither must be mutated.
+        """Return the table of blocks, int64[B, 4], and of bands of blocks, int64[G, 6]. Neither must be
+        mutated.
 
         A block: first element, columns, elements from row to row, rows. A band is for `native.regroup`, in
         elements of the tensor.
@@ -70,7 +71,9 @@ class Cut:
         if sum(map(region_size, set(regions))) in (0, element_count):
             first_B, columns_B, stride_B, rows_B = self.tables()[0].T
             end_B = first_B + (rows_B - 1) * stride_B + columns_B
-            range_R2 = np.array([(region[0], region_end(region)) for region in regions], np.int64).reshape(-1, 2)
+            range_R2 = np.array([(region[0], region_end(region)) for region in regions], np.int64).reshape(
+                -1, 2
+            )
             low_RB, high_RB = (np.clip(range_R2[:, side, None], first_B, end_B) for side in (0, 1))
             return np.flatnonzero(np.any(high_RB > low_RB, axis=0))
         return None if self.grid is None else self.grid.held(regions)
@@ -105,7 +108,9 @@ def cut(shape: tuple[int, ...], start: int, stop: int, tile: int, block: int) ->
 @functools.lru_cache(maxsize=16)
 def counts(vector: Vector, tile: int, block: int) -> np.ndarray:
     """Return the number of blocks of each whole tensor of a vector, int64[T], which must not be mutated."""
-    return np.array([cut(spec.shape, 0, spec.element_count, tile, block).count for spec in vector.specs], np.int64)
+    return np.array(
+        [cut(spec.shape, 0, spec.element_count, tile, block).count for spec in vector.specs], np.int64
+    )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -113,11 +118,14 @@ class Tiling:
     """The blocks of ranges of a vector's tensors, in tables.
 
     Attributes:
-        range_T2: The range of each tensor: its first element, and the one behind its last. Empty if it has no blocks.
+        range_T2: The range of each tensor: its first element, and the one behind its last. Empty if it has no
+            blocks.
         count_T: Number of blocks of each tensor.
         band_T: Number of their bands.
-        row_BF: The table of blocks (`kernels.native.FIELDS`). Addresses count from each tensor's first element on.
-        band_GF: Their bands, as in `kernels.native.regroup`. Positions count in the vector, blocks in the tensor.
+        row_BF: The table of blocks (`kernels.native.FIELDS`). Addresses count from each tensor's first
+            element on.
+        band_GF: Their bands, as in `kernels.native.regroup`. Positions count in the vector, blocks in the
+            tensor.
     """
 
     range_T2: np.ndarray
@@ -129,7 +137,10 @@ class Tiling:
     @classmethod
     def of(cls, vector: Vector, cuts: Mapping[int, Cut]) -> Self:
         """Return the tables of cuts, by number of the tensor, ascending."""
-        range_T2, count_2T = np.zeros((len(vector.specs), 2), np.int64), np.zeros((2, len(vector.specs)), np.int64)
+        range_T2, count_2T = (
+            np.zeros((len(vector.specs), 2), np.int64),
+            np.zeros((2, len(vector.specs)), np.int64),
+        )
         field_T2 = np.zeros((len(vector.specs), 2), np.int64)
         blocks, bands = [np.empty((0, 4), np.int64)], [np.empty((0, 6), np.int64)]
         for t, cut in cuts.items():
@@ -152,7 +163,8 @@ class Tiling:
         return worth_T
 
     def chosen(self, is_in_T: np.ndarray, address_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tables of blocks and bands of some tensors; new arrays, in which blocks count in the table.
+        """Return the tables of blocks and bands of some tensors; new arrays, in which blocks count in the
+        table.
 
         Args:
             is_in_T: The tensors.
@@ -173,7 +185,9 @@ def whole(vector: Vector) -> np.ndarray:
 
 
 def tiling_of(vector: Vector, cuts: Mapping[int, Cut]) -> Tiling:
-    """As `Tiling.of`; tables of few blocks are kept, since the next version of a small model needs them again."""
+    """As `Tiling.of`; tables of few blocks are kept, since the next version of a small model needs them
+    again.
+    """
     is_small = sum(cut.count for cut in cuts.values()) <= _MOST_KEPT
     return _tiling_of(vector, tuple(cuts.items())) if is_small else Tiling.of(vector, cuts)
 
@@ -184,14 +198,18 @@ def _tiling_of(vector: Vector, cuts: tuple[tuple[int, Cut], ...]) -> Tiling:
 
 
 def tiling(vector: Vector, range_T2: np.ndarray) -> Tiling:
-    """Return the blocks of these ranges of a vector's tensors that an encoder makes if enough changes. They are kept."""
+    """Return the blocks of these ranges of a vector's tensors that an encoder makes if enough changes. They
+    are kept.
+    """
     return _tiling(vector, range_T2.tobytes(), TILE, BLOCK)
 
 
 @functools.lru_cache(maxsize=8)
 def _tiling(vector: Vector, ranges: bytes, tile: int, block: int) -> Tiling:
     held = enumerate(np.frombuffer(ranges, np.int64).reshape(-1, 2).tolist())
-    cuts = {t: cut(vector.specs[t].shape, start, stop, tile, block) for t, (start, stop) in held if start < stop}
+    cuts = {
+        t: cut(vector.specs[t].shape, start, stop, tile, block) for t, (start, stop) in held if start < stop
+    }
     return Tiling.of(vector, {t: of for t, of in cuts.items() if of.is_large(vector.specs[t].element_count)})
 
 
@@ -213,27 +231,36 @@ class Grid:
 
     @classmethod
     def cut(cls, shape: tuple[int, ...], start: int, stop: int, ways: tuple[int, int]) -> Self | None:
-        """Cut elements `start` to `stop` into `ways`, rows and columns of tiles in each matrix; None if that is not even."""
+        """Cut elements `start` to `stop` into `ways`, rows and columns of tiles in each matrix; None if that
+        is not even.
+        """
         if len(shape) < 2 or start >= stop:
             return None
         height, width = shape[-2:]
         matrix, row = divmod(start // width, height)
         rows = min(height, (stop - start) // width)
         count = (stop - start) // (rows * width) if rows else 0
-        even = start % width == 0 and count * rows * width == stop - start and rows % ways[0] == width % ways[1] == 0
+        even = (
+            start % width == 0
+            and count * rows * width == stop - start
+            and rows % ways[0] == width % ways[1] == 0
+        )
         if not even or row + rows > height:
             return None
         return cls(
-            (math.prod(shape[:-2]), height, width), (matrix, row, 0), (count, *ways), (1, rows // ways[0], width // ways[1])
+            (math.prod(shape[:-2]), height, width),
+            (matrix, row, 0),
+            (count, *ways),
+            (1, rows // ways[0], width // ways[1]),
         )
 
     @classmethod
     def fit(cls, shape: tuple[int, ...], start: int, stop: int, tile: int) -> Self | None:
         """Return the tiles into which a range is cut; None if it stays in one piece.
 
-        A matrix has w by w tiles, w the greatest of 4, 8 and 16 for which each has at least `tile` elements, or 2, as far
-        as w divides the sides. The range has whole rows of tiles, or a part of one row: a trainer may be sharded in another
-        way than its replicas.
+        A matrix has w by w tiles, w the greatest of 4, 8 and 16 for which each has at least `tile` elements,
+        or 2, as far as w divides the sides. The range has whole rows of tiles, or a part of one row: a
+        trainer may be sharded in another way than its replicas.
         """
         whole = cls.cut(shape, start, stop, (1, 1))
         if whole is None:
@@ -292,7 +319,10 @@ class Grid:
             if not size:
                 continue
             last = offset + sum((count - 1) * stride for count, stride in dims)
-            box = [(int(low), int(high) + 1) for low, high in np.array(np.unravel_index([offset, last], self.shape))]
+            box = [
+                (int(low), int(high) + 1)
+                for low, high in np.array(np.unravel_index([offset, last], self.shape))
+            ]
             if math.prod(high - low for low, high in box) != size:
                 return None
             overlaps = [_overlap(edge_E, *side) for edge_E, side in zip(self._edges(), box, strict=True)]

@@ -1,11 +1,12 @@
 """`packed` and `context`: positions as gaps, and ULP steps, entropy coded block by block over whole vectors.
 
-A *vector* is all elements of one width W in bytes, in the order of the channel's tensor table (`tensors.layout`). For each
-vector of which elements changed, a payload has the metadata `vectors`, tables of its changed tensors (`.W.tensors`,
-`.W.counts`, `.W.fingerprints`), and the blocks (`.W.blocks`, `.W.tables`, `.W.words`): a gap and a step for each change.
+A *vector* is all elements of one width W in bytes, in the order of the channel's tensor table
+(`tensors.layout`). For each vector of which elements changed, a payload has the metadata `vectors`, tables of
+its changed tensors (`.W.tensors`, `.W.counts`, `.W.fingerprints`), and the blocks (`.W.blocks`, `.W.tables`,
+`.W.words`): a gap and a step for each change.
 
-With `context`, tensors of which enough changes are cut into tiles instead (`.W.tiles`, `.W.tile_tables`, `.W.tile_words`;
-`tiles`), in which changes are coded by the classes of their old bits (`classes`).
+With `context`, tensors of which enough changes are cut into tiles instead (`.W.tiles`, `.W.tile_tables`,
+`.W.tile_words`; `tiles`), in which changes are coded by the classes of their old bits (`classes`).
 
 docs/format.md, section 10, is the format, with pseudocode and test vectors.
 """
@@ -74,7 +75,9 @@ class VectorCodec:
             by_class, by_gap = _split(vector, steps, list(held))
             tiling = tiles.tiling_of(vector, {t: cut for t, (cut, _) in held.items()})
             parts = _by_gap(vector, by_gap), _by_class(vector, tiling, held, by_class) if held else None
-            found, vectors[str(width)] = entries(vector, count_T, changed_T, digest_T, *parts, tiling.range_T2)
+            found, vectors[str(width)] = entries(
+                vector, count_T, changed_T, digest_T, *parts, tiling.range_T2
+            )
             arrays |= found
         return payload_of(self.name, version, base_version, delta.changed, arrays, vectors)
 
@@ -86,26 +89,33 @@ class VectorCodec:
         Args:
             payload: An opened payload of this codec.
             layout: The channel's tensors.
-            old: Returns the bits of a tensor before the delta, flat and unsigned, as an array or by ranges (`Bits`);
-                elements that are not wanted may have any bits. Only `context` needs it.
-            wanted: Returns the regions of a tensor that the caller holds, or None for the whole tensor. Blocks without a
-                wanted element are not decoded; other changes outside may be included.
+            old: Returns the bits of a tensor before the delta, flat and unsigned, as an array or by ranges
+                (`Bits`); elements that are not wanted may have any bits. Only `context` needs it.
+            wanted: Returns the regions of a tensor that the caller holds, or None for the whole tensor.
+                Blocks without a wanted element are not decoded; other changes outside may be included.
 
         Raises:
             StageError: the payload needs `old`.
-            ShareError: it needs more of some tensors than the caller holds: whole tiles, or all where there are none.
+            ShareError: it needs more of some tensors than the caller holds: whole tiles, or all where there
+                are none.
             CorruptDataError: the payload contradicts itself or the tensor table.
         """
         steps: dict[int, Sparse] = {}
         fingerprints: dict[str, int] = {}
         counted, readers = 0, readers_of(payload, layout)
-        if wanted is not None and (names := [name for reader in readers.values() for name in reader.choose(wanted)]):
-            raise ShareError(f"Decoding needs more than is held of {len(names)} tensors, such as {names[0]}.", names)
+        if wanted is not None and (
+            names := [name for reader in readers.values() for name in reader.choose(wanted)]
+        ):
+            raise ShareError(
+                f"Decoding needs more than is held of {len(names)} tensors, such as {names[0]}.", names
+            )
         for width, reader in readers.items():
             vector = layout.vectors[width]
             number_T, count_T, digest_T = reader.number_T, reader.count_T, reader.digest_T
             counted += int(count_T.sum(dtype=np.uint64))
-            fingerprints |= dict(zip((vector.names[t] for t in number_T.tolist()), digest_T.tolist(), strict=True))
+            fingerprints |= dict(
+                zip((vector.names[t] for t in number_T.tolist()), digest_T.tolist(), strict=True)
+            )
             found = reader.decode(wanted, old)
             if found.at_K.size:
                 steps[width] = found
@@ -114,7 +124,9 @@ class VectorCodec:
             left_T[number_T] = count_T
             left_T -= found_T
             if (left_T < 0).any() or (count_T <= 0).any() or (wanted is None and left_T.any()):
-                raise CorruptDataError("Payload changes tensors that it does not name, or counts their changes wrong.")
+                raise CorruptDataError(
+                    "Payload changes tensors that it does not name, or counts their changes wrong."
+                )
         if counted != payload.changed:
             raise CorruptDataError("Payload counts the changes of its tensors wrong.")
         return Delta(layout, steps), fingerprints
@@ -193,7 +205,9 @@ def _by_gap(vector: Vector, steps: Sparse) -> Coded:
         found, row_B2[low:high, 1] = native.encode(part, at_K[held], None, step_K[held], freq_TS, _ONE_CLASS)
         words.append(found)
         tables_ += tables.all_bytes(freq_TS)[0].tobytes()
-    entries_, row = coded(GAPS, row_B2, group_G, tables_, torch.from_numpy(np.concatenate(words).view(np.int32)))
+    entries_, row = coded(
+        GAPS, row_B2, group_G, tables_, torch.from_numpy(np.concatenate(words).view(np.int32))
+    )
     return entries_, {"block": first, "blocks": last - first} | row
 
 
@@ -207,13 +221,16 @@ def _part(blocks: Blocks, low: int, high: int) -> tuple[Blocks, slice]:
 def _groups(blocks: Blocks, steps: Sparse) -> tuple[list[int], list[np.ndarray]]:
     """Return the first block of each group, and the symbols that it has, int64[2, 256].
 
-    Runs of blocks with about `GROUP_CHANGED` changes are joined as long as common tables take fewer bits than two of them.
+    Runs of blocks with about `GROUP_CHANGED` changes are joined as long as common tables take fewer bits than
+    two of them.
     """
     starts, given = runs(blocks.bound_B).tolist(), (steps.at_K, None, steps.data_K, _ONE_CLASS)
     firsts, found, last_bits = list[int](), list[np.ndarray](), 0.0
     for at in range(0, len(starts), _RUNS):
         run_R = np.array([*starts, blocks.bound_B.size - 1][at : at + _RUNS + 1])
-        for first, count_TS in zip(starts[at : at + _RUNS], native.count_runs(run_R, blocks, *given), strict=True):
+        for first, count_TS in zip(
+            starts[at : at + _RUNS], native.count_runs(run_R, blocks, *given), strict=True
+        ):
             bits = _table_bits(count_TS)
             if found and (joined := _table_bits(found[-1] + count_TS)) <= last_bits + bits:
                 found[-1], last_bits = found[-1] + count_TS, joined
@@ -231,7 +248,9 @@ def _table_bits(count_TS: np.ndarray) -> float:
 
 
 def runs(bound_B: np.ndarray, least: int = 0) -> np.ndarray:
-    """Return the first block of each run of blocks with about `GROUP_CHANGED` changes, or `least`, if that is more."""
+    """Return the first block of each run of blocks with about `GROUP_CHANGED` changes, or `least`, if that is
+    more.
+    """
     run_B = bound_B[:-1] // max(GROUP_CHANGED, least)
     firsts: np.ndarray = np.append(0, np.flatnonzero(run_B[1:] != run_B[:-1]) + 1)
     return firsts
@@ -261,10 +280,14 @@ def _split(vector: Vector, steps: Sparse, tensors: list[int]) -> tuple[Sparse, S
     edge_K[low_T] += 1  # every one of them has changes
     edge_K[high_T] -= 1
     inside_K = np.cumsum(edge_K[:-1], dtype=np.int8).view(np.bool_)
-    return Sparse(steps.at_K[inside_K], steps.data_K[inside_K]), Sparse(steps.at_K[~inside_K], steps.data_K[~inside_K])
+    return Sparse(steps.at_K[inside_K], steps.data_K[inside_K]), Sparse(
+        steps.at_K[~inside_K], steps.data_K[~inside_K]
+    )
 
 
-def _by_class(vector: Vector, tiling: Tiling, held: Mapping[int, tuple[Cut, np.ndarray]], steps: Sparse) -> Coded:
+def _by_class(
+    vector: Vector, tiling: Tiling, held: Mapping[int, tuple[Cut, np.ndarray]], steps: Sparse
+) -> Coded:
     """Return the blocks of tensors that are coded by classes; see `_held`."""
     address_T = np.zeros(len(vector.specs), np.int64)
     address_T[[*held]] = [bits_N.ctypes.data for _, bits_N in held.values()]

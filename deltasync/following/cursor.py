@@ -1,4 +1,5 @@
-"""A replica's position in a channel, and where it goes next. This touches no weights, and every kind of replica uses it.
+"""A replica's position in a channel, and where it goes next. This touches no weights, and every kind of
+replica uses it.
 
 poll      read the record after the newest version: in steady state, the only request
 refresh   find the newest version by head or by a listing: at first, when lost, and now and then
@@ -43,7 +44,9 @@ from deltasync.threads import each
 logger = logging.getLogger(__name__)
 
 REFRESH_S = 5.0
-"""Seconds between two refreshes while a replica polls, and after a refresh that failed; doubled while it goes on failing."""
+"""Seconds between two refreshes while a replica polls, and after a refresh that failed; doubled while it goes
+on failing.
+"""
 
 SKIP_S = 60.0
 """Seconds for which a missing or damaged object is avoided."""
@@ -53,7 +56,8 @@ _SLOWEST_S = 60.0
 _LIST_EVERY = 12  # one of this many refreshes lists, if head does not name the newest version that is known
 _CLOCKS_S = 2.0  # most by which our clock may differ from the store's, which may have whole seconds only
 _LISTS_S = 600.0  # how long a replica lists where a cache remembers that a record was missing
-_LOST_S = 20.0  # how long listings and its key must not show a version that was read: caches may be behind, both at once
+# how long listings and its key must not show a version that was read: caches may be behind, both at once
+_LOST_S = 20.0
 _SEALS = 16  # most records and seals that one poll follows
 
 
@@ -61,8 +65,8 @@ _SEALS = 16  # most records and seals that one poll follows
 class Skip:
     """An object to avoid until a time, by `time.monotonic`, and why.
 
-    With `sha256`, the bytes with this digest promise other bits than they give: they are avoided for ever, and other bytes
-    at their key are not. `base` is the version that they build on.
+    With `sha256`, the bytes with this digest promise other bits than they give: they are avoided for ever,
+    and other bytes at their key are not. `base` is the version that they build on.
     """
 
     until_s: float
@@ -74,18 +78,21 @@ class Skip:
 class Cursor:
     """One replica's position in a channel. Not thread-safe, but for `announce`.
 
-    A version counts once its record was read with the digest that names it, or once a record that builds on it was. With
-    `prefetch`, parts are fetched before their record exists, into the reader or the node's cache. `next` raises if the
-    newest version was encoded more than `max_age_s` ago.
+    A version counts once its record was read with the digest that names it, or once a record that builds on
+    it was. With `prefetch`, parts are fetched before their record exists, into the reader or the node's
+    cache. `next` raises if the newest version was encoded more than `max_age_s` ago.
 
     Attributes:
         newest: The newest version. It goes back only where the store was proven to have lost it.
         next_epoch: The epoch that a seal named as the next one, while no version of it is known.
         damaged: Why a record that is newer than the newest version cannot be read; None if there is none.
         skips: The objects to avoid, by key.
-        failure: Why the channel cannot be followed; `next` raises it until a refresh succeeds. None if it can.
-        follows_s: Since when this replica takes each new version, seconds since the epoch; infinite while it is pinned.
-        took_announced: Whether the last call returned the newest record that the store announced, and no later one is known.
+        failure: Why the channel cannot be followed; `next` raises it until a refresh succeeds. None if it
+            can.
+        follows_s: Since when this replica takes each new version, seconds since the epoch; infinite while it
+            is pinned.
+        took_announced: Whether the last call returned the newest record that the store announced, and no
+            later one is known.
     """
 
     def __init__(self, reader: ChannelReader, max_age_s: float | None = None, prefetch: bool = True) -> None:
@@ -103,11 +110,14 @@ class Cursor:
         self._head: Head | None = None  # as of the last refresh
         self._announced: dict[str, ObjectInfo] = {}  # records that the store announced, by key
         self._known: dict[str, ObjectInfo] = {}  # those that this call of `next` reads
-        self._ahead: dict[str, Any] = {}  # by key: objects that were read at once for one caller; None: missing
+        # by key: objects that were read at once for one caller; None: missing
+        self._ahead: dict[str, Any] = {}
         self._unproven: VersionId | None = None  # named by head, but not readable
-        self._lacking: tuple[VersionId, float] | None = None  # a version that the store seems to have lost, and since when
+        # a version that the store seems to have lost, and since when
+        self._lacking: tuple[VersionId, float] | None = None
         self._absent: tuple[str, float] | None = None  # the slot whose record was missing, and since when
-        self._lists_until_s = 0.0  # until then records are listed, because a cache remembers that they were missing
+        # until then records are listed, because a cache remembers that they were missing
+        self._lists_until_s = 0.0
         self._served: tuple[str, int] = "", 0  # `Slot.newness` of the newest version that was served
         self._pin: Pin = None  # the last call's
         self._refresh_due_s = self._retry_due_s = 0.0
@@ -117,15 +127,20 @@ class Cursor:
         self._rest: list[StoredRecord] = []  # the rest of the last chain
         self._singly_to = 0  # versions up to this one are taken one by one
         self._blamed = ""  # the key that was skipped last
-        self._checked: tuple[VersionId, str, int] | None = None  # a version that this newer epoch has by this number
+        # a version that this newer epoch has by this number
+        self._checked: tuple[VersionId, str, int] | None = None
 
     @property
     def epoch(self) -> str | None:
-        """The newest epoch that is known: named by a seal, or the newest version's; None before the first version."""
+        """The newest epoch that is known: named by a seal, or the newest version's; None before the first
+        version.
+        """
         return self.next_epoch or (None if self.newest is None else self.newest.epoch)
 
     def announce(self, info: ObjectInfo) -> None:
-        """Have `next` read a record that the store announced, without a request for its key. From any thread."""
+        """Have `next` read a record that the store announced, without a request for its key. From any
+        thread.
+        """
         if len(self._announced) >= limits.ANNOUNCED_RECORDS:
             self._announced = {}
         self._announced[info.key] = info
@@ -139,13 +154,15 @@ class Cursor:
         ahead: bool = False,
         pushed: bool = False,
     ) -> list[StoredRecord]:
-        """Return the records and compactions to take now, in one commit; empty if `have` is where the pin points.
+        """Return the records and compactions to take now, in one commit; empty if `have` is where the pin
+        points.
 
         Args:
             have: The version that the replica holds.
             pin: The version to stay at; None to take every new one.
             refresh: Refresh, even if none is due.
-            ahead: Read head and the next two records at once; later calls with `ahead`, but without `refresh`, use them too.
+            ahead: Read head and the next two records at once; later calls with `ahead`, but without
+                `refresh`, use them too.
             pushed: The store announces new records, so that refreshes can be rare.
 
         Raises:
@@ -248,10 +265,11 @@ class Cursor:
             )
 
     def lag_s(self, chain: Sequence[StoredRecord]) -> float | None:
-        """Return the seconds since the version that `chain` led to, or its compaction, was encoded, by two machines' clocks.
+        """Return the seconds since the version that `chain` led to, or its compaction, was encoded, by two
+        machines' clocks.
 
-        Call it when that version is served. None where that is no lag: the version was encoded before this replica followed,
-        is older than one that was served, or a pin says when to take it.
+        Call it when that version is served. None where that is no lag: the version was encoded before this
+        replica followed, is older than one that was served, or a pin says when to take it.
         """
         record = chain[-1].record
         # Documents have milliseconds.
@@ -264,17 +282,20 @@ class Cursor:
     def mark_bad(self, chain: Sequence[StoredRecord], key: str | None = None, why: object = "") -> None:
         """Avoid this chain from now on.
 
-        `key` is that of the record whose objects were missing or damaged; None if the bits were not the promised ones.
+        `key` is that of the record whose objects were missing or damaged; None if the bits were not the
+        promised ones.
         """
         self._lost, self._rest, first = True, [], chain[0]
         self._blamed = key or first.key
-        if key is not None or (len(chain) == 1 and first.record.reference is not None):  # whose bits are outside the channel
+        # whose bits are outside the channel
+        if key is not None or (len(chain) == 1 and first.record.reference is not None):
             self.skips[self._blamed] = Skip(time.monotonic() + SKIP_S, str(why))
         elif len(chain) > 1:
             self._singly_to = chain[-1].record.version  # to find out which of them is wrong
         elif self._bytes_at(first.key) == first.sha256:
             self.skips[first.key] = Skip(math.inf, str(why), first.sha256, first.record.base)
-        elif self.newest == first.version:  # a damaged answer was taken for a record: there is no such version
+        elif self.newest == first.version:
+            # a damaged answer was taken for a record: there is no such version
             self.newest, self._record = first.record.base, None
 
     def clear_bad(self) -> None:
@@ -296,11 +317,14 @@ class Cursor:
             return None
 
     def _why_skipped(self, key: str) -> str | None:
-        """Return why the object at a key is avoided, None if it is not. A skip ends with its time, or with its bytes."""
+        """Return why the object at a key is avoided, None if it is not. A skip ends with its time, or with
+        its bytes.
+        """
         skip = self.skips.get(key)
         if skip is None:
             return None
-        is_replaced = skip.sha256 is not None and self._bytes_at(key) not in (None, skip.sha256)  # as after a repair
+        # as after a repair
+        is_replaced = skip.sha256 is not None and self._bytes_at(key) not in (None, skip.sha256)
         if time.monotonic() < skip.until_s and not is_replaced:
             return skip.why
         del self.skips[key]
@@ -315,7 +339,9 @@ class Cursor:
         newest = self._there()
         number = self._pin or newest.version
         if number > newest.version:
-            absent = MissingVersionError(f"Version {number} is not published; the newest is version {newest.version}.")
+            absent = MissingVersionError(
+                f"Version {number} is not published; the newest is version {newest.version}."
+            )
             raise self.damaged or absent
         if have is not None and have.version == number and have.epoch == newest.epoch:
             return []
@@ -336,8 +362,8 @@ class Cursor:
 
     def _batch(self, chain: Sequence[StoredRecord], have: VersionId | None) -> list[StoredRecord]:
         """Return the first records of a chain, those that go into one commit; keep the rest."""
-        # A replica without weights takes full weights alone. For others a chain that starts from full weights is one commit,
-        # because a replica that serves must not go back to an older version in between.
+        # A replica without weights takes full weights alone. For others a chain that starts from full weights
+        # is one commit, because a replica that serves must not go back to an older version in between.
         most = 1 if have is not None and have.version < self._singly_to else limits.BATCH_RECORDS
         count, batch_bytes = 0, 0
         while count < len(chain):
@@ -349,7 +375,9 @@ class Cursor:
         self._rest, batch = list(chain[count:]), list(chain[:count])
         if batch:  # otherwise a pin leaves alone what was announced
             later = {key: info for key, info in self._known.items() if self._is_later(keys.slot_of(key))}
-            self.took_announced = not later and batch[-1].key in self._known and batch[-1].version == self.newest
+            self.took_announced = (
+                not later and batch[-1].key in self._known and batch[-1].version == self.newest
+            )
             self._announced = later | self._announced
         return batch
 
@@ -361,7 +389,8 @@ class Cursor:
     def _poll(self, wanted: int) -> list[StoredRecord]:
         """Read the record after the newest version, and those after it that were read ahead or announced.
 
-        `wanted` is the number of a later version that a pin waits for, instead of the next one; 0 for the next one.
+        `wanted` is the number of a later version that a pin waits for, instead of the next one; 0 for the
+        next one.
 
         Raises:
             FormatError: the next record cannot be used.
@@ -391,7 +420,9 @@ class Cursor:
         return found
 
     def _read_ahead(self, wanted: int, with_head: bool) -> None:
-        """Read head and the next two records at once, unless the next one was read ahead before; `wanted` as in `_poll`."""
+        """Read head and the next two records at once, unless the next one was read ahead before; `wanted` as
+        in `_poll`.
+        """
         slot = self._next_slot(wanted)
         if slot.key in self._ahead:
             return
@@ -422,7 +453,9 @@ class Cursor:
         return found
 
     def _is_listed(self, number: int) -> bool:
-        """Whether a version is in the log of an epoch that head does not name yet; if so, it is the newest."""
+        """Whether a version is in the log of an epoch that head does not name yet; if so, it is the
+        newest.
+        """
         try:
             stored = self.reader.numbered(number)
         except MissingVersionError:
@@ -473,7 +506,8 @@ class Cursor:
             self.next_epoch = None
 
     def _refresh(self, lists: bool, due_s: float) -> None:
-        """Find the newest version by head, else, or if it `lists`, by a listing; expired skips go. The next is due then.
+        """Find the newest version by head, else, or if it `lists`, by a listing; expired skips go. The next
+        is due then.
 
         Raises:
             NotPublishedError, RunMismatchError: the channel is gone, or another run's.
@@ -518,10 +552,15 @@ class Cursor:
         return True, False
 
     def _is_led_to(self, version: VersionId) -> bool:
-        """Whether a shortcut leads to a version whose record cannot be read: the shortcut names that record."""
+        """Whether a shortcut leads to a version whose record cannot be read: the shortcut names that
+        record.
+        """
         for span, info in self.reader.shortcuts():
             with contextlib.suppress(MissingVersionError, FormatError):
-                if span.version == version.version and self.reader.stored(info.key, known=info).version == version:
+                if (
+                    span.version == version.version
+                    and self.reader.stored(info.key, known=info).version == version
+                ):
                     return True
         return False
 
@@ -557,7 +596,8 @@ class Cursor:
         return any(info.key == key and 0 < info.modified_s < since_s - _CLOCKS_S for _, info in listing)
 
     def _is_lost(self, newest: VersionId, found: VersionId) -> bool:
-        """Whether the store was restored from a backup without the newest version, and has lacked it for a while.
+        """Whether the store was restored from a backup without the newest version, and has lacked it for a
+        while.
 
         Raises:
             MissingVersionError: it was, and the channel is signed.
@@ -573,11 +613,14 @@ class Cursor:
         if self._lacking is None or self._lacking[0] != newest:
             self._lacking = newest, time.monotonic()
         # Of two epochs of one number each was opened where the other was not: the store went back in between.
-        is_proven = found.epoch != newest.epoch and keys.epoch_number(found.epoch) == keys.epoch_number(newest.epoch)
+        is_proven = found.epoch != newest.epoch and keys.epoch_number(found.epoch) == keys.epoch_number(
+            newest.epoch
+        )
         if not is_proven and time.monotonic() - self._lacking[1] < _LOST_S:
             return False
         sentence = f"Version {newest} is not in the store any more, which holds {found} as the newest."
-        if self.reader.trusted is not None:  # otherwise whoever can restore signed records could take a replica back
+        # otherwise whoever can restore signed records could take a replica back
+        if self.reader.trusted is not None:
             raise MissingVersionError(f"{sentence} If it was restored from a backup, restart this replica.")
         logger.warning("%s Starting from full weights.", sentence)
         return True
@@ -587,8 +630,12 @@ _COMPARED = 8  # of the newest versions, and of the newest anchors, that are com
 
 
 def identify(reader: ChannelReader, newest: VersionId, total: int) -> StoredRecord | None:
-    """Find the version whose model has the fingerprint `total`, among the newest versions and those with full weights."""
-    for stored in itertools.chain(itertools.islice(reader.back_from(newest), _COMPARED), _with_full_weights(reader)):
+    """Find the version whose model has the fingerprint `total`, among the newest versions and those with full
+    weights.
+    """
+    for stored in itertools.chain(
+        itertools.islice(reader.back_from(newest), _COMPARED), _with_full_weights(reader)
+    ):
         if stored.record.fingerprint == f"{total:016x}":
             return reader.record(stored.version) if stored.is_shortcut else stored
     return None

@@ -15,10 +15,12 @@ _SET_S = 5.0  # the same of the wall clock, which may also be set
 
 
 class Life:
-    """Identifies one life of a replica: from its start until its process is copied, suspended or restored from a snapshot.
+    """Identifies one life of a replica: from its start until its process is copied, suspended or restored
+    from a snapshot.
 
-    Random numbers that were drawn before a snapshot are the same in all that is restored from it, and so are names, ports
-    and process numbers. Therefore `check` looks for the traces of it, and `renew` is called by who meets a copy.
+    Random numbers that were drawn before a snapshot are the same in all that is restored from it, and so are
+    names, ports and process numbers. Therefore `check` looks for the traces of it, and `renew` is called by
+    who meets a copy.
 
     Args:
         boot: The first identity, eight hexadecimal digits; drawn by default.
@@ -34,7 +36,9 @@ class Life:
         self._place, self._clocks = _place(), _clocks()
 
     def check(self) -> bool:
-        """Renew the identity if the process was copied, suspended or restored since the last call; return whether it was."""
+        """Renew the identity if the process was copied, suspended or restored since the last call; return
+        whether it was.
+        """
         place, clocks = _place(), _clocks()
         jumps = [abs(now_s - before_s) for now_s, before_s in zip(clocks, self._clocks, strict=True)]
         is_new = place != self._place or jumps[0] > _SUSPENDED_S or jumps[1] > _SET_S
@@ -52,16 +56,21 @@ class Life:
 
 
 def _place() -> tuple[object, ...]:
-    """Return where this process runs, as far as a system says: its number and start, the host's name and start."""
+    """Return where this process runs, as far as a system says: its number and start, the host's name and
+    start.
+    """
     found: list[object] = [os.getpid(), socket.gethostname()]
     with contextlib.suppress(OSError, IndexError):
         found.append(Path("/proc/sys/kernel/random/boot_id").read_text())
-        found.append(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])  # clock ticks at its start
+        # clock ticks at its start
+        found.append(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     return tuple(found)
 
 
 def _clocks() -> tuple[float, float]:
-    """Return by how much the clock that counts suspension, and the wall clock, are ahead of one that counts none."""
+    """Return by how much the clock that counts suspension, and the wall clock, are ahead of one that counts
+    none.
+    """
     before_s = time.monotonic()
     boot_s = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else before_s
     return boot_s - before_s, time.time() - before_s

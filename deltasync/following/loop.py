@@ -1,6 +1,8 @@
-"""The one follow loop: refresh, plan, stage, commit, confirm, settle, announce, report. Every engine is a `Target` of it.
+"""The one follow loop: refresh, plan, stage, commit, confirm, settle, announce, report. Every engine is a
+`Target` of it.
 
-`Follow.catch_up` runs it in the caller's thread; `Follow.start` in a daemon thread, so that a hung store stops nothing else.
+`Follow.catch_up` runs it in the caller's thread; `Follow.start` in a daemon thread, so that a hung store
+stops nothing else.
 """
 
 from __future__ import annotations
@@ -52,10 +54,14 @@ from deltasync.threads import NO_THREADS, Home, daemon
 logger = get_logger(__name__)
 
 AUDIT_S = 3600.0
-"""Time between two comparisons of all bits in memory with the version's fingerprints. A waiting version comes first."""
+"""Time between two comparisons of all bits in memory with the version's fingerprints. A waiting version comes
+first.
+"""
 
 STALE_S, STALE_POLLS = 60.0, 20
-"""A replica is stale when it could last follow more than this many seconds, and this many poll intervals, ago."""
+"""A replica is stale when it could last follow more than this many seconds, and this many poll intervals,
+ago.
+"""
 
 _HEARTBEAT_S = 10.0  # longest wait between two heartbeats; each change also writes one
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
@@ -66,7 +72,8 @@ _STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
 class Follow:
     """Keeps a target at the version of a channel that its pin points to.
 
-    Steps run one at a time, in the thread of `start` or in the caller's. Everything else may be called from any thread.
+    Steps run one at a time, in the thread of `start` or in the caller's. Everything else may be called from
+    any thread.
 
     Attributes:
         reader: The channel.
@@ -96,10 +103,12 @@ class Follow:
         self._entered: tuple[str, float] = "waiting", time.monotonic()  # `_state`, and since when
         self._error: str | None = "The channel was not read yet."
         self._reported: BaseException | None = None  # of the last step
-        self._good_s, self._has_followed = time.monotonic(), False  # when, and whether, the channel could be followed
+        # when, and whether, the channel could be followed
+        self._good_s, self._has_followed = time.monotonic(), False
         self._begun = self._pins = 0  # how many steps have begun; how often the pin was set
         self._caught_up = -1  # number of the last step that found nothing to take
-        self._served: tuple[VersionId, int | None] | None = None  # the last version, and the trainer's step of its record
+        # the last version, and the trainer's step of its record
+        self._served: tuple[VersionId, int | None] | None = None
         self._opened, self._audited_s = False, time.monotonic()
         self._is_asking = False  # the step that is under way waits for the store, which says where to go
         self._asked = False  # a caller waits: refresh, and retry skipped objects
@@ -134,7 +143,9 @@ class Follow:
 
     @property
     def why(self) -> str:
-        """Why it is not at the newest version, for a wait that was in vain: the error, and a pin; may be empty."""
+        """Why it is not at the newest version, for a wait that was in vain: the error, and a pin; may be
+        empty.
+        """
         return f"{self.error or ''}{'' if self.pin is None else f' It is pinned: {self.pin}.'}".strip()
 
     @property
@@ -159,13 +170,17 @@ class Follow:
 
     @property
     def stuck_s(self) -> float:
-        """Seconds since the channel could last be followed; before the first time, since this replica was made."""
+        """Seconds since the channel could last be followed; before the first time, since this replica was
+        made.
+        """
         is_staging = self._state == "staging" and self._error is None
         return max(0.0, time.monotonic() - max(self._good_s, self.target.progressed_s if is_staging else 0.0))
 
     @property
     def _stale(self) -> str | None:
-        """Why the version served may be old; None if the channel could be followed lately, or does not have to be."""
+        """Why the version served may be old; None if the channel could be followed lately, or does not have
+        to be.
+        """
         stuck_s, longest_s = self.stuck_s, max(STALE_S, STALE_POLLS * self.settings.poll_interval_s)
         if self.identity is None or self._state in ("sleeping", heartbeat.STOPPED) or stuck_s <= longest_s:
             return None
@@ -173,12 +188,16 @@ class Follow:
 
     @property
     def not_ready(self) -> str | None:
-        """Why this replica should get no requests, in one sentence; None if it serves a version that is new enough."""
+        """Why this replica should get no requests, in one sentence; None if it serves a version that is new
+        enough.
+        """
         served, newest = self.version, self.newest
         if self.target.held or (self._state == "sleeping" and served is not None):
             return f"This server does not generate now. {self._error or ''}".rstrip()
         if served is None or newest is None:
-            return f"This server serves no version of {self.reader.store.url} yet. {self._error or ''}".rstrip()
+            return (
+                f"This server serves no version of {self.reader.store.url} yet. {self._error or ''}".rstrip()
+            )
         pin, most = self.pin, max(1, self.settings.ready_behind)
         if not 0 <= newest - served <= most if pin is None else served != pin:
             where = f"{newest - served} behind" if pin is None else f"and is pinned ({pin}); the newest is"
@@ -238,7 +257,9 @@ class Follow:
             self.reader.numbered(pin)
 
     def set_pin(self, pin: Pin, *, checked: bool = False) -> None:
-        """Take other versions from now on. Raises as `check_pin`, unless that was called; the pin then stays as it was."""
+        """Take other versions from now on. Raises as `check_pin`, unless that was called; the pin then stays
+        as it was.
+        """
         if not checked:
             self.check_pin(pin)
         self._pin, self._pins = pin, self._pins + 1
@@ -255,14 +276,15 @@ class Follow:
         self._wake.set()
 
     def request(self, version: int | None = None, step: int | None = None) -> Future[int]:
-        """Refresh now, and return a future of the version served once that version is reached. Cancel it after use.
+        """Refresh now, and return a future of the version served once that version is reached. Cancel it
+        after use.
 
         Args:
             version: This version or a later one; while the replica is pinned to a number exactly this one.
             step: A version of the newest epoch, of this step of the trainer or a later one.
 
-        With neither, it waits for the version that the pin points to now. The future raises PinnedError if a pin, now or
-        after a change, keeps the replica from there.
+        With neither, it waits for the version that the pin points to now. The future raises PinnedError if a
+        pin, now or after a change, keeps the replica from there.
 
         Raises:
             ConfigError: as `poke`.
@@ -272,7 +294,9 @@ class Follow:
         def reached() -> int | None:
             pin, served = self._pin, self.identity
             if pin is not None and version not in (None, pin):
-                raise PinnedError(f"This replica is pinned to version {pin} and will not serve version {version}.")
+                raise PinnedError(
+                    f"This replica is pinned to version {pin} and will not serve version {version}."
+                )
             if self._pins != pins and version is None and step is None:
                 raise PinnedError(f"The pin of this replica was changed meanwhile to: {pin_text(pin)}.")
             if served is None:
@@ -303,7 +327,8 @@ class Follow:
         return future
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
-        """Wait until this version or a later one is live; by default any. Pinned to a number, exactly that version.
+        """Wait until this version or a later one is live; by default any. Pinned to a number, exactly that
+        version.
 
         Raises:
             AckTimeoutError: it is not after `timeout_s`; it says why.
@@ -390,7 +415,8 @@ class Follow:
         self._wake.set()
 
     def catch_up(self, pin: Pin | None = None, *, wait_s: float = 0.0) -> int:
-        """Take every step to the version of a pin, around objects that fail. Returns the number of the live version.
+        """Take every step to the version of a pin, around objects that fail. Returns the number of the live
+        version.
 
         Args:
             pin: By default the own.
@@ -425,7 +451,12 @@ class Follow:
                     self._wake.wait(min(delay_s, max(0.0, deadline - time.monotonic())))
 
     def step(
-        self, pin: Pin | None = None, *, known: ObjectInfo | None = None, ahead: bool = False, audits: bool = False
+        self,
+        pin: Pin | None = None,
+        *,
+        known: ObjectInfo | None = None,
+        ahead: bool = False,
+        audits: bool = False,
     ) -> bool:
         """Take one step to where a pin points (by default the own). Returns whether nothing is left to take.
 
@@ -437,7 +468,8 @@ class Follow:
 
         Raises:
             TransientStoreError: another thread's step has not ended for a minute.
-            ConfigError: this thread is inside of a step, which a signal handler interrupted. Nothing was done.
+            ConfigError: this thread is inside of a step, which a signal handler interrupted. Nothing was
+                done.
             DeltaSyncError: the step failed. The version before stays live, and `error` says why.
         """
         self._check_caller()
@@ -524,10 +556,15 @@ class Follow:
         if time.monotonic() - self._audited_s >= AUDIT_S:
             self._settle()
             if self.identity is None:
-                raise ApplyError(f"The weights in memory were not those of version {before} any more; loading full weights.")
+                raise ApplyError(
+                    f"The weights in memory were not those of version {before} any more; loading full "
+                    "weights."
+                )
 
     def audit(self) -> bool:
-        """Check every live bit, against faults that no commit notices; return whether all are those of `version`."""
+        """Check every live bit, against faults that no commit notices; return whether all are those of
+        `version`.
+        """
         with self.between_steps():
             self._settle()
         return self.identity is not None
@@ -543,7 +580,8 @@ class Follow:
         self._home.check()
         if self._stepping._is_owned():
             raise ConfigError(
-                "A replica was called inside of one of its own calls, as from a signal handler. Nothing was done. Set a "
+                "A replica was called inside of one of its own calls, as from a signal handler. Nothing was "
+                "done. Set a "
                 "flag there, and call it once the other call has returned."
             )
 
@@ -558,7 +596,8 @@ class Follow:
             self._observer.committed(commit, chain)
         self._log.info(
             "deltasync serves version=%(version)d digest=%(sha256).12s steps=%(steps)d changed=%(changed)d "
-            "stage_s=%(stage_s).3f pause_s=%(pause_s).4f scatter_s=%(scatter_s).4f reload_s=%(reload_s).3f lag_s=%(lag)s",
+            "stage_s=%(stage_s).3f pause_s=%(pause_s).4f scatter_s=%(scatter_s).4f reload_s=%(reload_s).3f "
+            "lag_s=%(lag)s",
             msgspec.structs.asdict(commit)
             | {"lag": "-" if commit.lag_s is None else f"{commit.lag_s:.3f}", "steps": len(chain)},
         )
@@ -571,7 +610,8 @@ class Follow:
         elif isinstance(error, SleepingError):
             self._state, self._error = "sleeping", str(error)
             self.cursor.follows_s = time.time()
-        elif isinstance(error, NotPublishedError | MissingVersionError) and may_wait:  # it is only not published yet
+        elif isinstance(error, NotPublishedError | MissingVersionError) and may_wait:
+            # it is only not published yet
             first = " for the first version" if isinstance(error, NotPublishedError) else ""
             self._state, self._error = "waiting", f"Waiting{first}: {error}"
         elif isinstance(error, DeltaSyncError):

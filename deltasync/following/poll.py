@@ -26,19 +26,22 @@ _GROWTH = 1.5
 _LIVE_S = 30.0
 _SCARCE_S = 10.0  # least wait while little is left of a quota
 _OUTAGE_S = 5.0  # longest wait between two attempts while the store fails
-# The next version is expected between these multiples of the shortest and the longest of the last times between two. Then
-# the waits are this fraction of the longest, or this fraction of the time until or since the mean, whichever is less.
+# The next version is expected between these multiples of the shortest and the longest of the last times
+# between two. Then the waits are this fraction of the longest, or this fraction of the time until or since
+# the mean, whichever is less.
 _EARLIEST, _LATEST = 0.75, 1.5
 _POLLS_APART = 0.03
 _POLLS_CLOSE = 0.2
 
 
 class Poll:
-    """Waits between two requests: from 20 ms after a version, because another may follow soon, up to an interval.
+    """Waits between two requests: from 20 ms after a version, because another may follow soon, up to an
+    interval.
 
-    Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again, 3 % of the
-    time between two versions, and shorter near that time. A store that announces new objects is only asked rarely while that
-    works; one that says that little is left of a quota (`Store.is_scarce`) every 10 s.
+    Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again,
+    3 % of the time between two versions, and shorter near that time. A store that announces new objects is
+    only asked rarely while that works; one that says that little is left of a quota (`Store.is_scarce`) every
+    10 s.
     """
 
     def __init__(self, interval_s: float) -> None:
@@ -51,7 +54,9 @@ class Poll:
 
     @contextlib.contextmanager
     def watching(self, store: Store, on_change: Callable[[ObjectInfo | None], None]) -> Iterator[Self]:
-        """Return a context in which the store may announce records: `on_change` is called from another thread."""
+        """Return a context in which the store may announce records: `on_change` is called from another
+        thread.
+        """
         self._store, self._watch = store, store.watch(keys.VERSIONS, on_change)
         try:
             yield self
@@ -65,7 +70,9 @@ class Poll:
         """Whether the store announces new records at present."""
         return self._watch is not None and self._watch.live
 
-    def delay_s(self, moved: bool, failure: BaseException | None = None, *, took_announced: bool = False) -> float:
+    def delay_s(
+        self, moved: bool, failure: BaseException | None = None, *, took_announced: bool = False
+    ) -> float:
         """Return the seconds to wait.
 
         Args:
@@ -101,19 +108,21 @@ class Poll:
         return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, apart_s)
 
 
-_EARLY, _LATE = 0.7, 3.0  # multiples of the time between the last two versions; the next is expected between these
+# multiples of the time between the last two versions; the next is expected between these
+_EARLY, _LATE = 0.7, 3.0
 _WAITS_S = 0.02, 0.04, 0.08, 0.16, 0.32  # between two requests for a part that comes soon
 _SOON = 0.1  # how long to wait for the record, as a fraction of the time since the first part came
 _SOON_S = 0.02, 0.1  # the shortest and the longest such wait
 
 
 class Prefetch:
-    """Fetches the parts of a version for one replica, in its own threads, while the publisher still uploads others.
+    """Fetches the parts of a version for one replica, in its own threads, while the publisher still uploads
+    others.
 
-    The guess is the next version of the same log, with as many parts of each rank as the last one. Once that version is due
-    by the rhythm of the last two, each poll asks for the first part of each rank, and if it is there, for the rank's other
-    parts. A part is used only once a record names its digest (`ChannelReader.fetch`), so a wrong guess costs only a few
-    requests. Not thread-safe.
+    The guess is the next version of the same log, with as many parts of each rank as the last one. Once that
+    version is due by the rhythm of the last two, each poll asks for the first part of each rank, and if it is
+    there, for the rank's other parts. A part is used only once a record names its digest
+    (`ChannelReader.fetch`), so a wrong guess costs only a few requests. Not thread-safe.
     """
 
     def __init__(self, reader: ChannelReader) -> None:
@@ -162,7 +171,9 @@ class Prefetch:
     def _begin(self, slot: Slot, rank: int, number: int) -> None:
         """Fetch the next part of a rank; if it is there, the others too."""
         if self._fetch(slot, rank, number):
-            self._running += [self._workers.submit(self._insist, slot, rank, number) for number in self._left[rank]]
+            self._running += [
+                self._workers.submit(self._insist, slot, rank, number) for number in self._left[rank]
+            ]
 
     def _insist(self, slot: Slot, rank: int, number: int) -> None:
         """Fetch a part that is being stored by now."""

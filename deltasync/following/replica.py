@@ -97,7 +97,9 @@ class MemoryTarget:
         if not isinstance(staged, StagedVersion):
             version = weights.load(staged)
             load_s = time.perf_counter() - before
-            return Commit(version=version.version, sha256=version.sha256, anchor=staged[0].use_anchor, stage_s=load_s)
+            return Commit(
+                version=version.version, sha256=version.sha256, anchor=staged[0].use_anchor, stage_s=load_s
+            )
         return self._exchange(staged)
 
     def _exchange(self, staged: StagedVersion) -> Commit:
@@ -121,7 +123,9 @@ class MemoryTarget:
         )
 
     def _refuse(self, version: int) -> None:
-        """Raise ModelMismatchError if the weights, which were written, cannot be this version; they are rolled back then."""
+        """Raise ModelMismatchError if the weights, which were written, cannot be this version; they are
+        rolled back then.
+        """
 
     def close(self) -> None:
         """Do nothing."""
@@ -131,7 +135,8 @@ class Replica:
     """Weights in host memory that follow a channel.
 
     Args:
-        channel: URL of the channel, or URLs of it and its copies with spaces between them; an opened store; or a reader.
+        channel: URL of the channel, or URLs of it and its copies with spaces between them; an opened store;
+            or a reader.
         trusted_keys: See `ReaderSettings`; from the environment if None. Ignored if `channel` is a reader.
         max_age_s: See `ReaderSettings`; from the environment if None.
 
@@ -152,7 +157,9 @@ class Replica:
         if not isinstance(channel, ChannelReader):
             channel = ChannelReader(open_failover(channel), settings.trusted_keys)
         self._target = MemoryTarget(channel)
-        self._follow = Follow(channel, self._target, ReplicaSettings(max_age_s=settings.max_age_s), heartbeats=False)
+        self._follow = Follow(
+            channel, self._target, ReplicaSettings(max_age_s=settings.max_age_s), heartbeats=False
+        )
 
     def __repr__(self) -> str:
         return f"Replica({self._follow.reader.store.url!r}, version={self._follow.version})"
@@ -200,8 +207,8 @@ class Replica:
     def poll(self, known: ObjectInfo | None = None, pin: Pin = None) -> int:
         """Take the next version, if there is one, usually by a single request.
 
-        Otherwise the same as `sync`, but a new version may be found some seconds later. `known` is the listing entry of a
-        new record, from an event.
+        Otherwise the same as `sync`, but a new version may be found some seconds later. `known` is the
+        listing entry of a new record, from an event.
 
         Raises:
             NotPublishedError: the channel has no version yet.
@@ -215,11 +222,13 @@ class Replica:
     def load(self, directory: str | Path) -> int | None:
         """Load the weights of a checkpoint directory, so that `sync` fetches only later versions.
 
-        Returns the version that they are; None if the channel does not know them, and `sync` then starts from an anchor.
+        Returns the version that they are; None if the channel does not know them, and `sync` then starts from
+        an anchor.
 
         Raises:
             NotPublishedError: the channel has no version yet.
-            ConfigError, FormatError, ChainError, ModelMismatchError: it is no checkpoint of this model; nothing changed.
+            ConfigError, FormatError, ChainError, ModelMismatchError: it is no checkpoint of this model;
+                nothing changed.
         """
         reader = self._target.reader
         with self._follow.between_steps():
@@ -234,7 +243,8 @@ class Replica:
         return self.version
 
     def audit(self) -> bool:
-        """Check every bit in memory, against faults that no commit notices; return whether all are those of the version.
+        """Check every bit in memory, against faults that no commit notices; return whether all are those of
+        the version.
 
         If not, `version` is None, and the next `sync` starts from an anchor.
 
@@ -246,11 +256,16 @@ class Replica:
             raise NotPublishedError("This replica holds no version yet; call sync() first.")
         is_right = self._follow.audit()
         if not is_right and before is not None:
-            logger.warning("The weights in memory are not those of version %d any more; the next sync loads others.", before)
+            logger.warning(
+                "The weights in memory are not those of version %d any more; the next sync loads others.",
+                before,
+            )
         return is_right
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the live weights by checkpoint name. The next `sync` changes them in place; clone tensors that you keep."""
+        """Return the live weights by checkpoint name. The next `sync` changes them in place; clone tensors
+        that you keep.
+        """
         if self.version is None:
             raise NotPublishedError("This replica holds no version yet; call sync() first.")
         return dict(self._target.tensors)

@@ -1,4 +1,6 @@
-"""The status of a replica: its state and error, the versions that it committed, and its heartbeats in the channel."""
+"""The status of a replica: its state and error, the versions that it committed, and its heartbeats in the
+channel.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +45,11 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
         changed: The number of elements that changed.
         stage_s: Time to fetch, check, decode and translate it, while the weights are in use.
         pause_s: How long the engine made no tokens.
-        scatter_s: The share of the pause for writing live weights, or the mirror of the tensors that take the fallback.
+        scatter_s: The share of the pause for writing live weights, or the mirror of the tensors that take the
+            fallback.
         reload_s: The share of the pause for loading the layers of those tensors again.
-        lag_s: From encoding, by the publisher's clock, until the version was served; None where `Cursor.lag_s` is.
+        lag_s: From encoding, by the publisher's clock, until the version was served; None where
+            `Cursor.lag_s` is.
         tokens_during_sync: Tokens that the server generated between the start of staging and the resume.
         running_requests: Requests in flight when generation was paused.
         served_at: Seconds since the epoch.
@@ -75,7 +79,8 @@ class Status(msgspec.Struct, kw_only=True):
         state_s: Seconds for which it has been in this state.
         followed_s_ago: Seconds since the channel could last be followed; None before the first time.
         error: The reason why the replica is not at a newer version, in one sentence; None if there is none.
-        ignored_tensors: How many of the channel's tensors the engine does not compute with: they are in no proof.
+        ignored_tensors: How many of the channel's tensors the engine does not compute with: they are in no
+            proof.
         ignored: The names of the first of them.
     """
 
@@ -105,12 +110,12 @@ _WARNED = "warned"
 
 
 class HeartbeatWriter:
-    """Writes a replica's heartbeats in threads, at least every `interval_s`; neither a hung store nor the replica's own work
-    stops the other.
+    """Writes a replica's heartbeats in threads, at least every `interval_s`; neither a hung store nor the
+    replica's own work stops the other.
 
-    A channel that is gone gets none, because writing one would make its folder again. While little is left of a quota that
-    the trainer shares (`Store.is_scarce`), there is one every `_SCARCE_S`, whatever changes. A heartbeat at its key that is
-    not one of its own is a copy's: this replica then takes another identity.
+    A channel that is gone gets none, because writing one would make its folder again. While little is left of
+    a quota that the trainer shares (`Store.is_scarce`), there is one every `_SCARCE_S`, whatever changes. A
+    heartbeat at its key that is not one of its own is a copy's: this replica then takes another identity.
     """
 
     def __init__(self, store: Store, interval_s: float, life: Life) -> None:
@@ -122,14 +127,17 @@ class HeartbeatWriter:
         self._last_s = self._looked_s = -math.inf
         self._has_stopped = False
         self._own: deque[str] = deque(maxlen=_OWN)  # digests of what it wrote
-        self._others: dict[str, object] = {}  # the heartbeats of other boots of this name, as they were at the first look
+        # the heartbeats of other boots of this name, as they were at the first look
+        self._others: dict[str, object] = {}
 
     @property
     def is_used(self) -> bool:
         """Whether a heartbeat was ever to be written."""
         return bool(self._last)
 
-    def run(self, status: Callable[[], Status], ended: threading.Event, renewed: Callable[[], object]) -> None:
+    def run(
+        self, status: Callable[[], Status], ended: threading.Event, renewed: Callable[[], object]
+    ) -> None:
         """Have heartbeats written from now on, until `ended` is set, however long a step takes.
 
         Args:
@@ -197,7 +205,9 @@ class HeartbeatWriter:
             logger.exception("deltasync could not write a heartbeat")
 
     def _has_channel(self, beat: Heartbeat) -> bool:
-        """Whether the channel is there, as the last heartbeat shows. If that is another process's, take another identity."""
+        """Whether the channel is there, as the last heartbeat shows. If that is another process's, take
+        another identity.
+        """
         for _ in range(_TRIES):
             key = keys.replica(beat.replica_id, self._life.boot)
             try:
@@ -211,14 +221,17 @@ class HeartbeatWriter:
                 return True
             self._life.renew()
             logger.warning(
-                "deltasync: another process writes %s, as after a restore of one snapshot in two places. This replica has "
+                "deltasync: another process writes %s, as after a restore of one snapshot in two places. "
+                "This replica has "
                 "boot %s from now on.",
                 *(key, self._life.boot),
             )
         return False
 
     def _look_for_others(self, beat: Heartbeat) -> None:
-        """Warn of each replica of this name that writes heartbeats while this one runs; one that has ended writes none."""
+        """Warn of each replica of this name that writes heartbeats while this one runs; one that has ended
+        writes none.
+        """
         now_s = time.monotonic()
         if now_s - self._looked_s < _LOOK_S:
             return
@@ -230,7 +243,8 @@ class HeartbeatWriter:
             if before not in (state, _WARNED):
                 self._others[other] = _WARNED
                 logger.warning(
-                    "deltasync: another replica is named %s too: its heartbeat %s is not this one's (boot %s). They count "
+                    "deltasync: another replica is named %s too: its heartbeat %s is not this one's (boot "
+                    "%s). They count "
                     "as two; give each its own DELTASYNC_REPLICA_ID.",
                     *(beat.replica_id, info.key, boot),
                 )

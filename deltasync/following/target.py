@@ -1,4 +1,6 @@
-"""`Target`, the interface between the follow loop and an engine. docs/guides/engines.md shows how to write one."""
+"""`Target`, the interface between the follow loop and an engine. docs/guides/engines.md shows how to write
+one.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +12,24 @@ from deltasync.channel.record import StoredRecord
 from deltasync.following.status import Commit
 
 Identify = Callable[[int], StoredRecord | None]
-"""Returns the version of the channel whose model has this fingerprint (`live.model_fingerprint`); None if none has."""
+"""Returns the version of the channel whose model has this fingerprint (`live.model_fingerprint`); None if
+none has.
+"""
 
 
 class Target(Protocol):
-    """Weights that a `Follow` moves along a channel. It calls one method at a time, from one thread at a time.
+    """Weights that a `Follow` moves along a channel. It calls one method at a time, from one thread at a
+    time.
 
-    Errors keep the replica where it is, and the loop tries again. `SleepingError` says that the weights are not in memory.
+    Errors keep the replica where it is, and the loop tries again. `SleepingError` says that the weights are
+    not in memory.
     """
 
     @property
     def version(self) -> VersionId | None:
-        """The version whose bits are live; None if they are of no version of the channel. May be read from any thread."""
+        """The version whose bits are live; None if they are of no version of the channel. May be read from
+        any thread.
+        """
         ...
 
     @property
@@ -36,7 +44,9 @@ class Target(Protocol):
 
     @property
     def held(self) -> bool:
-        """Whether nothing may be computed, because it is not known what the weights are. May be read from any thread."""
+        """Whether nothing may be computed, because it is not known what the weights are. May be read from any
+        thread.
+        """
         ...
 
     def open(self, identify: Identify) -> None:
@@ -48,21 +58,27 @@ class Target(Protocol):
         ...
 
     def is_settled(self, asked: bool) -> bool:
-        """Whether it is known which bits are live. If not, `settle` is called next. `asked` forbids a remembered answer."""
+        """Whether it is known which bits are live. If not, `settle` is called next. `asked` forbids a
+        remembered answer.
+        """
         ...
 
     def settle(self) -> None:
-        """Audit the live bits, and set `version`: it stays if the bits are those of that version, and is None otherwise."""
+        """Audit the live bits, and set `version`: it stays if the bits are those of that version, and is None
+        otherwise.
+        """
         ...
 
     def stage(self, chain: Sequence[StoredRecord]) -> Any:
-        """Fetch, verify and decode the versions of a chain without touching live weights. Returns the argument of `commit`.
+        """Fetch, verify and decode the versions of a chain without touching live weights. Returns the
+        argument of `commit`.
 
         A chain starts from `version`, or from full weights (`chain[0].use_anchor`).
         Returns None if the live bits are not known, so that `settle` is needed first.
 
         Raises:
-            MissingVersionError, CorruptDataError: with `key`, if a record's objects are to blame: they are avoided.
+            MissingVersionError, CorruptDataError: with `key`, if a record's objects are to blame: they are
+                avoided.
         """
         ...
 
@@ -76,7 +92,9 @@ class Target(Protocol):
         ...
 
     def close(self) -> None:
-        """Give up a running `stage`, never a commit; called from another thread. The weights stay as they are."""
+        """Give up a running `stage`, never a commit; called from another thread. The weights stay as they
+        are.
+        """
         ...
 
 

@@ -50,7 +50,8 @@ class StagedVersion:
 
 
 class LiveWeights:
-    """Live memory that follows a channel. Not thread-safe, but `stage`, which only reads it, may run in another thread.
+    """Live memory that follows a channel. Not thread-safe, but `stage`, which only reads it, may run in
+    another thread.
 
     Attributes:
         version: The version whose bits are live; None if they are of no version.
@@ -67,8 +68,10 @@ class LiveWeights:
         self.settled = True
         self._decodes: DeviceCodec | None = None  # on the device of the weights
         self._loaded: list[StoredRecord] = []  # the chain that `load` has taken
-        self._whole: dict[str, np.ndarray] = {}  # of `version`: the bits of tensors of which memory has a part
-        self._untied: tuple[VersionId, str] | None = None  # a version that was rolled back because of a tie, and why
+        # of `version`: the bits of tensors of which memory has a part
+        self._whole: dict[str, np.ndarray] = {}
+        # a version that was rolled back because of a tie, and why
+        self._untied: tuple[VersionId, str] | None = None
 
     def identified(self, stored: StoredRecord | None) -> None:
         """Note that the live bits are those of a version, or of none."""
@@ -79,8 +82,8 @@ class LiveWeights:
     def settle(self, total: int | None = None) -> None:
         """Find out whether the live bits are still those of `version`; if not, it becomes None.
 
-        `total` is the model's fingerprint by an audit of all shards, -1 if copies differ. By default this memory, which then
-        holds the whole model, is audited.
+        `total` is the model's fingerprint by an audit of all shards, -1 if copies differ. By default this
+        memory, which then holds the whole model, is audited.
         """
         if total is None:
             self.memory.audit()
@@ -90,7 +93,8 @@ class LiveWeights:
         self.settled = True
 
     def complete(self, name: str, bits_N: np.ndarray) -> None:
-        """Keep a whole copy of a tensor, with its bits in `version`, although memory holds a part of it: decoding needs it.
+        """Keep a whole copy of a tensor, with its bits in `version`, although memory holds a part of it:
+        decoding needs it.
 
         `bits_N` is flat and unsigned, and changes with each version from now on.
         """
@@ -99,10 +103,12 @@ class LiveWeights:
     def load(self, chain: Sequence[StoredRecord]) -> VersionId:
         """Apply a chain to host memory that nobody uses yet. It cannot be undone.
 
-        If a version fails, everything up to the one before is loaded again. So `version` is the last good one, or None.
+        If a version fails, everything up to the one before is loaded again. So `version` is the last good
+        one, or None.
 
         Raises:
-            StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and `confirm`.
+            StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and
+                `confirm`.
         """
         try:
             self._load(chain)
@@ -137,7 +143,9 @@ class LiveWeights:
                 self.identified(done[-1])
                 self._loaded += done
         if self.version != chain[-1].version:
-            raise FingerprintMismatchError(f"The tensors of version {chain[-1].record.version} are not its model.")
+            raise FingerprintMismatchError(
+                f"The tensors of version {chain[-1].record.version} are not its model."
+            )
 
     def _progressing(self, items: Iterable[_Item]) -> Iterator[_Item]:
         """Yield items, and note when each was finished."""
@@ -158,7 +166,8 @@ class LiveWeights:
         before = time.perf_counter()
         whole: Delta | Mapping[str, np.ndarray]
         with _map_out_of_memory(chain[-1].record.version):
-            # Deltas before full weights do not matter; a writer that starts over stores full weights between deltas.
+            # Deltas before full weights do not matter; a writer that starts over stores full weights between
+            # deltas.
             first = max((at for at, stored in enumerate(chain) if stored.use_anchor), default=None)
             if first is not None:
                 staged, whole = self._stage_weights(chain[first:])
@@ -194,11 +203,17 @@ class LiveWeights:
         return self.memory.stage_steps(steps, fingerprints)
 
     def _stage_weights(self, chain: Sequence[StoredRecord]) -> tuple[Staged, dict[str, np.ndarray]]:
-        """Stage full weights and the deltas after them, tensor by tensor, so that only one of them is held."""
+        """Stage full weights and the deltas after them, tensor by tensor, so that only one of them is
+        held.
+        """
         whole: dict[str, np.ndarray] = {}
         later: Changed | None = None
         if chain[1:]:
-            first = {} if not any(map(_needs_old, chain)) else {name: bits_N for name, bits_N, _ in self._weights(chain[0])}
+            first = (
+                {}
+                if not any(map(_needs_old, chain))
+                else {name: bits_N for name, bits_N, _ in self._weights(chain[0])}
+            )
             later = self._changed(chain[1:], first.__getitem__)
 
         def weights() -> Iterator[tuple[str, np.ndarray, int | None]]:
@@ -233,7 +248,9 @@ class LiveWeights:
                 self.settled = False
             raise
 
-    def _changed(self, chain: Sequence[StoredRecord], first: Callable[[str], np.ndarray] | None = None) -> Changed:
+    def _changed(
+        self, chain: Sequence[StoredRecord], first: Callable[[str], np.ndarray] | None = None
+    ) -> Changed:
         """Return the merged changes of records, applied to the live bits or to those of `first`."""
         done: list[Delta] = []
         fingerprints: dict[str, int] = {}
@@ -242,7 +259,11 @@ class LiveWeights:
             return None if name in self._whole else self.memory.held(name)
 
         def old(name: str) -> np.ndarray:
-            bits_N = (self._whole[name] if name in self._whole else self.memory.bits(name)) if first is None else first(name)
+            bits_N = (
+                (self._whole[name] if name in self._whole else self.memory.bits(name))
+                if first is None
+                else first(name)
+            )
             if done:
                 bits_N = bits_N.copy()
                 for delta in done:
@@ -253,7 +274,9 @@ class LiveWeights:
             for stored in chain:
                 with self._blaming(stored):
                     got = next(fetched)
-                    delta, digests = payloads.delta(self.reader, stored, old, wanted if self.memory.wanted else None, got)
+                    delta, digests = payloads.delta(
+                        self.reader, stored, old, wanted if self.memory.wanted else None, got
+                    )
                 done.append(delta)
                 fingerprints |= digests
                 if sum(each.changed for each in done) > limits.UNMERGED * delta.layout.element_count:
@@ -265,7 +288,8 @@ class LiveWeights:
         """Write a staged version and return it; call `confirm` or `rollback` next.
 
         Raises:
-            StageError: live memory was written by someone else, or there is too little memory; the bits are as before.
+            StageError: live memory was written by someone else, or there is too little memory; the bits are
+                as before.
             CommitError: the write failed and could not be undone.
         """
         try:
@@ -293,7 +317,8 @@ class LiveWeights:
             where = f"in {', '.join(wrong[:5])}" if wrong else "in a tensor that this version does not change"
             now = "no version" if self.version is None else f"version {self.version.version}"
             raise FingerprintMismatchError(
-                f"Version {stored.record.version} did not give the published bits {where}; rolled back to {now}."
+                f"Version {stored.record.version} did not give the published bits {where}; rolled back to "
+                f"{now}."
             )
         for name, bits_N in self._whole.items():
             if isinstance(committed.whole, Delta):
@@ -303,16 +328,21 @@ class LiveWeights:
         self.version, self._fingerprint = stored.version, stored.record.fingerprint
         return self.version
 
-    def _refuse_untied(self, stored: StoredRecord, wanted: Mapping[str, int | None], wrong: Sequence[str]) -> None:
+    def _refuse_untied(
+        self, stored: StoredRecord, wanted: Mapping[str, int | None], wrong: Sequence[str]
+    ) -> None:
         """Raise TiedError if nothing but a tie can be why a version has not given its fingerprints."""
         ties = self.memory.ties
         unlike = wrong or [
-            name for name, other in ties.items() if name in wanted and wanted[name] is None is not wanted[other]
+            name
+            for name, other in ties.items()
+            if name in wanted and wanted[name] is None is not wanted[other]
         ]
         if not unlike or not ties.keys() >= {*unlike}:
             return
         said = (
-            f"{unlike[0]} and {ties[unlike[0]]} are one tensor in the model, and differ in version {stored.record.version}: "
+            f"{unlike[0]} and {ties[unlike[0]]} are one tensor in the model, and differ in version "
+            f"{stored.record.version}: "
             "serve a checkpoint of a model that does not tie them."
         )
         self._untied = stored.version, said
@@ -338,7 +368,11 @@ def _map_out_of_memory(version: int) -> Iterator[None]:
         yield
     except BaseException as error:
         panic = type(error).__module__ == "pyo3_runtime"  # raised by safetensors; it is no Exception
-        short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(said in str(error) for said in _MEMORY_IS_OUT)
+        short = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(
+            said in str(error) for said in _MEMORY_IS_OUT
+        )
         if panic or short:
-            raise StageError(f"Not enough memory for version {version}, the one before stays live: {error}") from error
+            raise StageError(
+                f"Not enough memory for version {version}, the one before stays live: {error}"
+            ) from error
         raise

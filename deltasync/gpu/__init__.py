@@ -1,3 +1,5 @@
-"""The same work on an accelerator: deltas, comparison, the codec and segments there, in Triton. A wing of the core."""
+"""The same work on an accelerator: deltas, comparison, the codec and segments there, in Triton. A wing of the
+core.
+"""
 
 __all__ = ["classes", "codec", "coder", "delta", "detect", "devices", "groups", "segments", "shadow"]

@@ -1,14 +1,16 @@
-"""The classes of the elements of blocks (`context`) in Triton: places by class and back, for any number of blocks at once.
+"""The classes of the elements of blocks (`context`) in Triton: places by class and back, for any number of
+blocks at once.
 
-A block is as in `kernels.native`. Its elements follow each other by *place*, and each 128 of them are a *chunk*. Of each
-class of a block it is counted how many elements lie before each chunk (`Counts`), which takes 4 bytes for each class and
-chunk, so callers take blocks in batches. A changed element's *rank*, how many of its class lie before it, is that count and
-what is found in its chunk; and the other way round.
+A block is as in `kernels.native`. Its elements follow each other by *place*, and each 128 of them are a
+*chunk*. Of each class of a block it is counted how many elements lie before each chunk (`Counts`), which
+takes 4 bytes for each class and chunk, so callers take blocks in batches. A changed element's *rank*, how
+many of its class lie before it, is that count and what is found in its chunk; and the other way round.
 
-Changes are ordered by a bitmap: a bit for each place that something may take, of which those before are counted.
+Changes are ordered by a bitmap: a bit for each place that something may take, of which those before are
+counted.
 
-Shapes: K changed elements, B blocks, G bands of blocks, R runs of blocks, P pairs of a block and one of its classes, E
-values of the field (256), L classes of all groups.
+Shapes: K changed elements, B blocks, G bands of blocks, R runs of blocks, P pairs of a block and one of its
+classes, E values of the field (256), L classes of all groups.
 """
 
 from __future__ import annotations
@@ -31,9 +33,12 @@ from deltasync.tensors.bits import UNSIGNED as _UNSIGNED
 CHUNK = 128
 """Elements of a chunk."""
 
-ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, SHIFT, MASK, GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, FIELDS = range(14)
-"""Columns of a table of blocks: those of `kernels.native.FIELDS`; number of the group, of its first class, how many it has;
-number of the block's first pair; number of chunks, and the number of counts of all blocks before."""
+ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, SHIFT, MASK, GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, FIELDS = (
+    range(14)
+)
+"""Columns of a table of blocks: those of `kernels.native.FIELDS`; number of the group, of its first class,
+how many it has; number of the block's first pair; number of chunks, and the number of counts of all blocks
+before."""
 
 _CHANGES = 256  # changes of a band or block that a program takes at once
 _RANKED = 8  # changes of which a program reads the chunks at once
@@ -57,7 +62,9 @@ def _field(block, bits, inside):
 
 @triton.jit
 def _place_of(block, row, column, is_in, shift, BITS: tl.constexpr):
-    """Return where elements of blocks lie, by row and column, in memory that is `shift` bytes behind the blocks' own."""
+    """Return where elements of blocks lie, by row and column, in memory that is `shift` bytes behind the
+    blocks' own.
+    """
     address = (tl.load(block + _ADDRESS, is_in, other=0) + shift).to(tl.pointer_type(BITS))
     return address + (row * tl.load(block + _STRIDE, is_in, other=0) + column)
 
@@ -66,14 +73,17 @@ def _place_of(block, row, column, is_in, shift, BITS: tl.constexpr):
 def _chunk_fields(block, chunk, inside, shift, BITS: tl.constexpr):
     """Return the fields of chunks of blocks, [chunks, 128], and which of them are elements.
 
-    `block` are the rows of their blocks, and `inside` tells which chunks there are; both as columns. See `_place_of`.
+    `block` are the rows of their blocks, and `inside` tells which chunks there are; both as columns. See
+    `_place_of`.
     """
     columns = tl.load(block + _COLUMNS, inside, other=1)
     jump = tl.load(block + _STRIDE, inside, other=1) - columns
     place = chunk * _CHUNK
     row = place // columns
     column = place - row * columns
-    begin = (tl.load(block + _ADDRESS, inside, other=0) + shift).to(tl.pointer_type(BITS)) + (place + row * jump)
+    begin = (tl.load(block + _ADDRESS, inside, other=0) + shift).to(tl.pointer_type(BITS)) + (
+        place + row * jump
+    )
     left = tl.minimum(columns * tl.load(block + _ROWS, inside, other=0) - place, _CHUNK).to(tl.int32)
     lane = tl.arange(0, _CHUNK)[None, :]
     # How many rows have ended: one at most, or rows are short; floating point is exact for such numbers.
@@ -131,7 +141,10 @@ def _survey_steps(
         symbol, _ = _bucket(_zigzag(step))
         run = tl.load(run_ptr + number, is_in, other=0).to(tl.int64)
         tl.atomic_add(
-            count_ptr + (run * 256 + field) * SYMBOLS + symbol, tl.full((CHANGES,), 1, tl.int32), is_in, sem="relaxed"
+            count_ptr + (run * 256 + field) * SYMBOLS + symbol,
+            tl.full((CHANGES,), 1, tl.int32),
+            is_in,
+            sem="relaxed",
         )
 
 
@@ -168,7 +181,9 @@ def _count_chunks(
     block_ptr, low_ptr, high_ptr, count_ptr, b_base: tl.int64, base: tl.int64, shift: tl.int64, BITS: tl.constexpr,
     CHUNKS: tl.constexpr,
 ):  # fmt: skip
-    """Count the elements of each class in chunks of a block; its programs take several each if there are many."""
+    """Count the elements of each class in chunks of a block; its programs take several each if there are
+    many.
+    """
     block = block_ptr + (tl.program_id(0).to(tl.int64) + b_base) * _FIELDS
     here = block + tl.zeros((CHUNKS, 1), tl.int64)
     chunks = tl.load(block + _CHUNK_COUNT)
@@ -178,7 +193,9 @@ def _count_chunks(
         chunk = start + tl.arange(0, CHUNKS).to(tl.int64)
         field, element = _chunk_fields(here, chunk[:, None], (chunk < chunks)[:, None], shift, BITS)
         for c in range(tl.load(block + _CLASSES)):
-            is_of = element & (field >= tl.load(low_ptr + first + c)) & (field <= tl.load(high_ptr + first + c))
+            is_of = (
+                element & (field >= tl.load(low_ptr + first + c)) & (field <= tl.load(high_ptr + first + c))
+            )
             tl.store(to + c * chunks + chunk, tl.sum(is_of.to(tl.int32), axis=1), chunk < chunks)
 
 
@@ -230,7 +247,9 @@ def _classify(
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
-        field = _field(block, tl.load(_place_of(block, row, column, is_in, shift, BITS), is_in, other=0), is_in)
+        field = _field(
+            block, tl.load(_place_of(block, row, column, is_in, shift, BITS), is_in, other=0), is_in
+        )
         c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0)
         place = row * tl.load(block + _COLUMNS, is_in, other=0) + column
         tl.store(number_ptr + to + k, number.to(tl.int32), is_in)
@@ -241,7 +260,15 @@ def _classify(
 
 @triton.jit(do_not_specialize=["shift"])
 def _undo(
-    band_ptr, begin_ptr, end_ptr, block_ptr, at_ptr, step_ptr, shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr
+    band_ptr,
+    begin_ptr,
+    end_ptr,
+    block_ptr,
+    at_ptr,
+    step_ptr,
+    shift: tl.int64,
+    BITS: tl.constexpr,
+    CHANGES: tl.constexpr,
 ):
     """Turn new bits of bands into old ones."""
     g = tl.program_id(0).to(tl.int64)
@@ -271,7 +298,12 @@ def _rank(
     low = tl.load(low_ptr + first + c, is_in, other=0)
     high = tl.load(high_ptr + first + c, is_in, other=0)
     chunk = place // _CHUNK
-    before = tl.load(block + _COUNT, is_in, other=0) - base + c * tl.load(block + _CHUNK_COUNT, is_in, other=0) + chunk
+    before = (
+        tl.load(block + _COUNT, is_in, other=0)
+        - base
+        + c * tl.load(block + _CHUNK_COUNT, is_in, other=0)
+        + chunk
+    )
     first_key = tl.load(pair_ptr + tl.load(block + _PAIR, is_in, other=0) - pair_base + c, is_in, other=0)
     first_key += tl.load(count_ptr + before, is_in, other=0)
     fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], shift, BITS)
@@ -338,7 +370,9 @@ def _gaps(
     bound_ptr, block_ptr, class_ptr, key_ptr, place_ptr, size_ptr, level_ptr, ratio_ptr, first_ptr, gap_ptr,
     b_base: tl.int64, pair_base: tl.int64, k_base: tl.int64, GAP: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the gap before each change of blocks whose changes are ordered by class and rank; `counts.gap_before`."""
+    """Write the gap before each change of blocks whose changes are ordered by class and rank;
+    `counts.gap_before`.
+    """
     b = tl.program_id(0).to(tl.int64) + b_base
     block = block_ptr + b * _FIELDS
     pair = tl.load(block + _PAIR)
@@ -350,7 +384,9 @@ def _gaps(
         is_in = k < high
         later = is_in & (k > low)
         c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
-        rank = tl.load(key_ptr + k - k_base, is_in, other=0) - tl.load(place_ptr + pair - pair_base + c, is_in, other=0)
+        rank = tl.load(key_ptr + k - k_base, is_in, other=0) - tl.load(
+            place_ptr + pair - pair_base + c, is_in, other=0
+        )
         begin = tl.load(class_ptr + k - 1, later, other=0).to(tl.int64)
         begin = tl.where(later, begin, tl.load(first_ptr + b).to(tl.int64))
         begin = tl.where(is_in, begin, c)
@@ -368,9 +404,13 @@ def _gaps(
             for j in range(1, most):
                 to = begin + j
                 over = crosses & (to < c)
-                ratio = tl.load(ratio_ptr + (level - tl.load(level_ptr + first + to, over, other=0)), over, other=0)
+                ratio = tl.load(
+                    ratio_ptr + (level - tl.load(level_ptr + first + to, over, other=0)), over, other=0
+                )
                 cross += (tl.load(size_ptr + pair + to, over, other=0) * ratio) >> _RATIO_BITS
-            ratio = tl.load(ratio_ptr + (level - tl.load(level_ptr + first + c, crosses, other=0)), crosses, other=0)
+            ratio = tl.load(
+                ratio_ptr + (level - tl.load(level_ptr + first + c, crosses, other=0)), crosses, other=0
+            )
             cross += (((rank + 1) * ratio) >> _RATIO_BITS) - 1
             gap = tl.where(crosses, cross, gap)
         tl.store(gap_ptr + k, gap.to(GAP), is_in)
@@ -416,7 +456,9 @@ def _decode(
                 good = good & ((to < classes) | (searching == 0))
                 searching = searching & (to < classes)
                 ratio = tl.load(
-                    ratio_ptr + (level - tl.load(level_ptr + group + to, searching, other=0)), searching, other=1
+                    ratio_ptr + (level - tl.load(level_ptr + group + to, searching, other=0)),
+                    searching,
+                    other=1,
                 )
                 span = (tl.load(size_ptr + pair + to, searching, other=0) * ratio) >> _RATIO_BITS
                 found = searching & (rest < span)
@@ -430,7 +472,9 @@ def _decode(
             c = tl.where(crossing & good, to, c)
             size = tl.where(crossing & good, tl.load(size_ptr + pair + c, crossing & good, other=0), size)
             on = on & good
-        step, at, x, fits = _pull_number(words_ptr, at, end, x, 2 * (group + c) + 1, slot_ptr, on, NUMBER, STEPS)
+        step, at, x, fits = _pull_number(
+            words_ptr, at, end, x, 2 * (group + c) + 1, slot_ptr, on, NUMBER, STEPS
+        )
         good = good & ((fits & (step <= limit.to(NUMBER))) | (on == 0))
         on = on & good
         tl.store(rank_ptr + k, rank.to(tl.int32), on)
@@ -445,7 +489,11 @@ def _halve(word, nth, place, HALF: tl.constexpr):
     """Narrow the search for the bit that is set after `nth` others down to one half of a word."""
     below = popcount(word & ((1 << HALF) - 1))
     above = below <= nth
-    return tl.where(above, word >> HALF, word), tl.where(above, nth - below, nth), tl.where(above, place + HALF, place)
+    return (
+        tl.where(above, word >> HALF, word),
+        tl.where(above, nth - below, nth),
+        tl.where(above, place + HALF, place),
+    )
 
 
 @triton.jit(do_not_specialize=["base", "last", "shift"])
@@ -553,7 +601,8 @@ class Batch(NamedTuple):
 
 
 class Bits:
-    """Blocks of one width whose elements' bits are on the device: the old ones, or the new ones with their changes.
+    """Blocks of one width whose elements' bits are on the device: the old ones, or the new ones with their
+    changes.
 
     Args:
         row_BF: Their table, int64[B, GROUP], on the host. Their memory has to stay as it is.
@@ -561,11 +610,13 @@ class Bits:
         bound_B: First change of each, and the number of changes behind the last; int64[B + 1], on the host.
         width: Bytes of an element.
         device: Where everything is.
-        changes: The changes, if the bits are new. Old ones are then made in a copy of the blocks that are taken at once.
+        changes: The changes, if the bits are new. Old ones are then made in a copy of the blocks that are
+            taken at once.
 
     Attributes:
         batches: What `divide` cuts all blocks into.
-        shift: Bytes from the blocks' memory to where kernels read the bits of the batch that was counted last.
+        shift: Bytes from the blocks' memory to where kernels read the bits of the batch that was counted
+            last.
     """
 
     def __init__(
@@ -590,7 +641,8 @@ class Bits:
         return len(self.row_BF)
 
     def survey(self, run_R: np.ndarray, period_R: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
-        """Count values of the field in runs of blocks with changes, as `kernels.native.survey` before it scales the first.
+        """Count values of the field in runs of blocks with changes, as `kernels.native.survey` before it
+        scales the first.
 
         Args:
             run_R: First block of each run, and the number of blocks.
@@ -627,7 +679,9 @@ class Bits:
         row_BF[:, GROUP:] = np.stack(columns, axis=1)
         self.table_BF = torch.from_numpy(row_BF).to(self.device)
         arrays = low_L, low_L + classes.span_L, classes.level_L, classes.by_value()
-        self.low_L, self.high_L, self.level_L, self.class_GE = (torch.from_numpy(each).to(self.device) for each in arrays)
+        self.low_L, self.high_L, self.level_L, self.class_GE = (
+            torch.from_numpy(each).to(self.device) for each in arrays
+        )
         self.size_P = torch.zeros(int(self.pair_B[-1]), dtype=torch.int64, device=self.device)
         self.batches = self._batches(class_B, chunk_B)
 
@@ -641,7 +695,9 @@ class Bits:
         band_C = [0]
         while band_C[-1] < len(band_GF):
             low = band_C[-1]
-            fits = min(int(np.searchsorted(of_E, of_E[low] + most, side="right")) - 1 for of_E, most in limits_E)
+            fits = min(
+                int(np.searchsorted(of_E, of_E[low] + most, side="right")) - 1 for of_E, most in limits_E
+            )
             band_C.append(max(fits, low + 1))
         low_C, byte_B = edge_E[band_C[:-1]], row_BF[:, ADDRESS]
         end_B = byte_B + ((row_BF[:, ROWS] - 1) * row_BF[:, STRIDE] + row_BF[:, COLUMNS]) * self.width
@@ -665,7 +721,15 @@ class Bits:
         found = torch.empty(int(self.count_B[of.high]) - base, dtype=torch.int32, device=self.device)
         with on(self.device):
             _count_chunks[(blocks, min(-(-of.chunks // _CHUNKS), _MOST_PROGRAMS))](
-                self.table_BF, self.low_L, self.high_L, found, of.low, base, self.shift, UNSIGNED[self.width], _CHUNKS
+                self.table_BF,
+                self.low_L,
+                self.high_L,
+                found,
+                of.low,
+                base,
+                self.shift,
+                UNSIGNED[self.width],
+                _CHUNKS,
             )
             _sum_chunks[(blocks, of.classes)](self.table_BF, found, self.size_P, of.low, base, 1024)
         return found
@@ -690,7 +754,9 @@ class Bits:
         """Return the first class of each block that has an element, int32[B], once all are counted."""
         first_B = torch.empty(self.count, dtype=torch.int32, device=self.device)
         with on(self.device):
-            _first_classes[(triton.cdiv(self.count, 128),)](self.table_BF, self.size_P, first_B, self.count, 128)
+            _first_classes[(triton.cdiv(self.count, 128),)](
+                self.table_BF, self.size_P, first_B, self.count, 128
+            )
         return first_B
 
 
@@ -715,8 +781,8 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
         gap_bits: Bits that no gap exceeds.
 
     Returns:
-        Gaps, uint32 or uint64[K], classes, uint8, and steps, block after block; the class in which each block begins,
-        int32[B].
+        Gaps, uint32 or uint64[K], classes, uint8, and steps, block after block; the class in which each block
+        begins, int32[B].
     """
     assert bits.changes is not None
     changes, at_K, step_K = bits.changes, bits.changes.at_K, bits.changes.step_K
@@ -779,12 +845,18 @@ def decode(
         slot_TL: The tables of all classes, as `gpu_coder.slots` returns them.
 
     Returns:
-        The low 32 bits of positions, int32, and steps, unsigned, both ascending by position; None if a block is malformed.
+        The low 32 bits of positions, int32, and steps, unsigned, both ascending by position; None if a block
+        is malformed.
     """
     device, changed, width = bits.device, int(bits.bound_B[-1]), bits.width
     for batch in bits.batches:
         bits.counts(batch)
-    sizes = (changed, torch.int32), (changed, torch.uint8), (changed, _UNSIGNED[width]), (bits.count, torch.int8)
+    sizes = (
+        (changed, torch.int32),
+        (changed, torch.uint8),
+        (changed, _UNSIGNED[width]),
+        (bits.count, torch.int8),
+    )
     rank_K, class_K, from_K, good_B = (torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes)
     number = tl.uint64 if width == 8 else tl.uint32
     with on(device):
@@ -801,9 +873,16 @@ def decode(
 
 
 def _place(
-    bits: Bits, rank_K: torch.Tensor, class_K: torch.Tensor, from_K: torch.Tensor, at_K: torch.Tensor, step_K: torch.Tensor
+    bits: Bits,
+    rank_K: torch.Tensor,
+    class_K: torch.Tensor,
+    from_K: torch.Tensor,
+    at_K: torch.Tensor,
+    step_K: torch.Tensor,
 ) -> None:
-    """Write changes by block, class and rank (elements of the class before each in the block) in the order of positions."""
+    """Write changes by block, class and rank (elements of the class before each in the block) in the order of
+    positions.
+    """
     number_B = torch.arange(bits.count, dtype=torch.int32, device=at_K.device)
     change_B = torch.diff(bits.bound)
     for batch in bits.batches:
@@ -820,7 +899,8 @@ def _place(
                 int(bits.count_B[low]), end - begin, bits.shift, UNSIGNED[bits.width], _RANKED, num_warps=8,
             )  # fmt: skip
         done = begin
-        for start in range(batch.first, batch.last, MOST_ELEMENTS):  # more than one only where a single band is larger
+        # more than one only where a single band is larger
+        for start in range(batch.first, batch.last, MOST_ELEMENTS):
             size = min(MOST_ELEMENTS, batch.last - start)
             marks, ends = _bitmap(key_K, start, size)
             with on(at_K.device):
@@ -832,7 +912,9 @@ def _place(
 
 
 def _bitmap(key_K: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a bitmap of the keys that are at least `first` and less than that plus `size`, and the sums of its bits."""
+    """Return a bitmap of the keys that are at least `first` and less than that plus `size`, and the sums of
+    its bits.
+    """
     words = -(-size // 32)
     marks = torch.zeros(words, dtype=torch.int32, device=key_K.device)
     ends = torch.empty_like(marks)

@@ -1,9 +1,11 @@
-"""`packed` and `context` on a device: payloads of a delta in its memory, byte for byte as `vector` writes them.
+"""`packed` and `context` on a device: payloads of a delta in its memory, byte for byte as `vector` writes
+them.
 
-All payloads of a version are encoded, and decoded, by the same few launches, whatever the number of tensors. To the host
-cross words, tables and counts. Needs triton.
+All payloads of a version are encoded, and decoded, by the same few launches, whatever the number of tensors.
+To the host cross words, tables and counts. Needs triton.
 
-Shapes: T tensors of one width, P payloads, K changed elements, B blocks, G bands of blocks, S streams, R runs of streams.
+Shapes: T tensors of one width, P payloads, K changed elements, B blocks, G bands of blocks, S streams, R runs
+of streams.
 """
 
 from __future__ import annotations
@@ -105,7 +107,8 @@ class DeviceCodec:
         base_version: int,
         pieces: Sequence[Piece],
     ) -> Iterator[Encoded]:
-        """Yield the payloads of a delta. The arrays of one last until the next one's are wanted, or another delta's.
+        """Yield the payloads of a delta. The arrays of one last until the next one's are wanted, or another
+        delta's.
 
         Args:
             codec_name: `packed` or `context`.
@@ -150,12 +153,18 @@ class DeviceCodec:
                 if is_tiled_T.any():
                     table = tiling.chosen(is_tiled_T, places.address_T)
                     block_P2 = bounds(np.where(is_tiled_T, tiling.count_T, 0))[tensor_P2]
-                    by_class = self._tiles(of, _changes(of, steps, delta.bits[width], tiling, table[1]), *table, block_P2)
+                    by_class = self._tiles(
+                        of, _changes(of, steps, delta.bits[width], tiling, table[1]), *table, block_P2
+                    )
             by_gap = self._gaps(of, steps, range_T2[:, 0] == range_T2[:, 1], tensor_P2)
-            for p, (first, last), gaps, in_tiles in zip(in_P, tensor_P2.tolist(), by_gap, by_class, strict=True):
+            for p, (first, last), gaps, in_tiles in zip(
+                in_P, tensor_P2.tolist(), by_gap, by_class, strict=True
+            ):
                 changed_T = np.flatnonzero(steps.count_T[first:last]) + first
                 digest_T = digests[width][changed_T]
-                entries, row = vector.entries(of, steps.count_T, changed_T, digest_T, gaps, in_tiles, range_T2)
+                entries, row = vector.entries(
+                    of, steps.count_T, changed_T, digest_T, gaps, in_tiles, range_T2
+                )
                 found[p][0].update(entries)
                 found[p][1][str(width)] = row
         for piece, (arrays, vectors) in zip(pieces, found, strict=True):
@@ -168,14 +177,18 @@ class DeviceCodec:
         room = self._rooms.get(what)
         if room is None or room.numel() < found.nbytes:
             self._rooms.pop(what, None)
-            room = torch.empty(1 << (found.nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True, device="cpu")
+            room = torch.empty(
+                1 << (found.nbytes - 1).bit_length(), dtype=torch.uint8, pin_memory=True, device="cpu"
+            )
             self._rooms[what] = room
         to = room[: found.nbytes].view(found.dtype).view(found.shape)
         to.copy_(found, non_blocking=True)
         torch.cuda.current_stream(found.device).synchronize()
         return to
 
-    def _gaps(self, of: Vector, steps: DeviceSparse, is_in_T: np.ndarray, tensor_P2: np.ndarray) -> list[Coded]:
+    def _gaps(
+        self, of: Vector, steps: DeviceSparse, is_in_T: np.ndarray, tensor_P2: np.ndarray
+    ) -> list[Coded]:
         """Return entries and metadata of each payload's tensors that are coded by gaps; `vector._by_gap`."""
         device, changed_T = steps.low_K.device, np.where(is_in_T, steps.count_T, 0)
         bound_T, all_T = bounds(changed_T), bounds(steps.count_T)
@@ -185,7 +198,8 @@ class DeviceCodec:
         if not held_P.size:
             return found
         low_P, high_P, start = low_P[held_P], high_P[held_P], int(low_P[held_P[0]])
-        # The first and the last change of each payload, and then how many there are before each of its blocks.
+        # The first and the last change of each payload, and then how many there are before each of its
+        # blocks.
         edge_P2 = np.stack((low_P, high_P - 1), axis=1)
         tensor = np.searchsorted(bound_T, edge_P2, side="right") - 1
         number_P2 = torch.from_numpy(edge_P2 - bound_T[tensor] + all_T[tensor]).to(device)
@@ -199,7 +213,9 @@ class DeviceCodec:
         tensor_E = np.searchsorted(of.first_T, edge_E, side="right") - 1
         tensor_E = np.minimum(tensor_E, len(of.specs) - 1)
         inside_E = np.where(is_in_T[tensor_E], below_E - all_T[tensor_E], 0)
-        bound_E = np.clip(bound_T[tensor_E] + inside_E, np.repeat(low_P, count_P + 1), np.repeat(high_P, count_P + 1))
+        bound_E = np.clip(
+            bound_T[tensor_E] + inside_E, np.repeat(low_P, count_P + 1), np.repeat(high_P, count_P + 1)
+        )
         is_last_E = np.zeros(bound_E.size, np.bool_)
         is_last_E[edge_P[1:] - 1] = True
         bound_S, end_S, base_S = bound_E[~is_last_E], bound_E[1:][~is_last_E[:-1]], edge_E[~is_last_E]
@@ -226,11 +242,15 @@ class DeviceCodec:
         end_G, group_first = np.append(0, end_T[1::2]), first_R[is_group_R]
         words_, word_bound = self._fetch(f"{of.width} gaps", words), bounds(word_S)
         row_S2 = np.stack((end_S - bound_S, word_S), axis=1).astype(np.int32)
-        for p, (low, high), block in zip(held_P.tolist(), itertools.pairwise(stream_P.tolist()), block_P2, strict=True):
+        for p, (low, high), block in zip(
+            held_P.tolist(), itertools.pairwise(stream_P.tolist()), block_P2, strict=True
+        ):
             group, group_end = (int(np.searchsorted(group_first, edge)) for edge in (low, high))
             table_bytes = table_N[end_G[group] : end_G[group_end]].tobytes()
             firsts = (group_first[group:group_end] - low).tolist()
-            entries, row = coded(GAPS, row_S2[low:high], firsts, table_bytes, words_[word_bound[low] : word_bound[high]])
+            entries, row = coded(
+                GAPS, row_S2[low:high], firsts, table_bytes, words_[word_bound[low] : word_bound[high]]
+            )
             found[p] = entries, {"block": int(block[0]), "blocks": high - low} | row
         return found
 
@@ -244,7 +264,9 @@ class DeviceCodec:
         blocks = Bits(row_BF, band_GF, bound_B, of.width, device, changes)
         run_R, run_P = _runs(bound_B, *block_P2.T)
         size_R = np.add.reduceat(row_BF[:, COLUMNS] * row_BF[:, ROWS], run_R[:-1])
-        group_run_G, groups = _groups(blocks.survey(run_R, np.clip(size_R // vector.SAMPLED, 1, 64) | 1), run_P, size_R)
+        group_run_G, groups = _groups(
+            blocks.survey(run_R, np.clip(size_R // vector.SAMPLED, 1, 64) | 1), run_P, size_R
+        )
         first_G = run_R[group_run_G]
         group_B = np.searchsorted(first_G, np.arange(len(row_BF)), side="right") - 1
         blocks.divide(group_B, groups)
@@ -264,7 +286,9 @@ class DeviceCodec:
                 continue
             here = slice(*np.searchsorted(first_G, (low, high)).tolist())
             held = words_[word_bound[low] : word_bound[high]]
-            found.append(coded(TILES, row_B2[low:high], (first_G[here] - low).tolist(), b"".join(table_G[here]), held))
+            found.append(
+                coded(TILES, row_B2[low:high], (first_G[here] - low).tolist(), b"".join(table_G[here]), held)
+            )
         return found
 
     def decode(
@@ -273,7 +297,8 @@ class DeviceCodec:
         """Return the changes of payloads by width.
 
         Args:
-            opened: The payloads, of `packed` or `context`, of one version; none changes a tensor of another one.
+            opened: The payloads, of `packed` or `context`, of one version; none changes a tensor of another
+                one.
             places: Where bits are, by width. Only `context` needs them.
             undone: The same changes, which the bits have taken; None if they are old.
 
@@ -284,9 +309,14 @@ class DeviceCodec:
         for payload in opened:
             for width, reader in readers_of(payload, self._layout).items():
                 parts.setdefault(width, []).append(reader)
-        return {width: self._decode(width, readers, places.get(width), undone) for width, readers in sorted(parts.items())}
+        return {
+            width: self._decode(width, readers, places.get(width), undone)
+            for width, readers in sorted(parts.items())
+        }
 
-    def _decode(self, width: int, readers: Sequence[Reader], places: Places | None, undone: DeviceDelta | None) -> Decoded:
+    def _decode(
+        self, width: int, readers: Sequence[Reader], places: Places | None, undone: DeviceDelta | None
+    ) -> Decoded:
         of = self._layout.vectors[width]
         readers = sorted(readers, key=lambda reader: int(reader.number_T[0]) if reader.number_T.size else 0)
         number_T = np.concatenate([reader.number_T for reader in readers])
@@ -302,7 +332,10 @@ class DeviceCodec:
             by_class = self._read_tiles(of, held, is_tiled_T, places, undone)
             found = by_class if found is None else self._merged(found, by_class, all_T, is_tiled_T)
         elif found is None:
-            found = (torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=UNSIGNED[width], device="cpu"))
+            found = (
+                torch.empty(0, dtype=torch.int32, device="cpu"),
+                torch.empty(0, dtype=UNSIGNED[width], device="cpu"),
+            )
         digest_T = np.concatenate([reader.digest_T for reader in readers])
         return Decoded(*found, all_T, number_T, digest_T)
 
@@ -314,7 +347,9 @@ class DeviceCodec:
         Then, on the device, the words, those before each block, and what is looked up of the tables.
         """
         before = bounds([len(part.groups) for part in parts])
-        group_B = np.concatenate([first + part.group_B for first, part in zip(before[:-1], parts, strict=True)])
+        group_B = np.concatenate(
+            [first + part.group_B for first, part in zip(before[:-1], parts, strict=True)]
+        )
         row_B2 = np.concatenate([part.row_B2 for part in parts])
         sizes = [part.words.size for part in parts]
         words = torch.empty(max(sum(sizes), 1), dtype=torch.int32, device=self._device)
@@ -337,7 +372,11 @@ class DeviceCodec:
         table = self._there((2 * group_S).astype(np.int32))
         at_K = torch.zeros(int(bound_S[-1]), dtype=torch.int32, device=self._device)
         step_K = torch.zeros(at_K.numel(), dtype=UNSIGNED[of.width], device=self._device)
-        if not bool(gpu_coder.decode(self._there(bound_S), base, size, table, words, word_S, slots, at_K, step_K).all()):
+        if not bool(
+            gpu_coder.decode(
+                self._there(bound_S), base, size, table, words, word_S, slots, at_K, step_K
+            ).all()
+        ):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
         return at_K, step_K
 
@@ -351,10 +390,15 @@ class DeviceCodec:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the tensors that are coded by classes: ascending low halves of positions, and steps."""
         if places is None:
-            raise StageError("This delta is coded by `context` and needs the old weights; decode it with `old`.")
-        # The blocks of what is held, which are kept, if that is what payloads have blocks of; or those that they say.
+            raise StageError(
+                "This delta is coded by `context` and needs the old weights; decode it with `old`."
+            )
+        # The blocks of what is held, which are kept, if that is what payloads have blocks of; or those that
+        # they say.
         tiling, known = tiles.tiling(of, places.range_T2), (tiles.TILE, tiles.BLOCK)
-        if any(each.sizes != known or (each.range_T2 != tiling.range_T2[each.tiled_T]).any() for each in readers):
+        if any(
+            each.sizes != known or (each.range_T2 != tiling.range_T2[each.tiled_T]).any() for each in readers
+        ):
             tiling = Tiling.of(of, {t: cut for each in readers for t, cut in each.cuts.items()})
         row_BF, band_GF = tiling.chosen(is_in_T, places.address_T)
         parts = [reader.tiles for reader in readers if reader.tiles is not None]
@@ -395,7 +439,9 @@ class DeviceCodec:
         return found[0], found[1]
 
 
-def _changes(of: Vector, steps: DeviceSparse, bits: DeviceBits, tiling: Tiling, band_GF: np.ndarray) -> Changes:
+def _changes(
+    of: Vector, steps: DeviceSparse, bits: DeviceBits, tiling: Tiling, band_GF: np.ndarray
+) -> Changes:
     """Return the changes of bands of blocks, in a delta and among those of all bands."""
     tensor_G = np.searchsorted(of.first_T, band_GF[:, 0], side="right") - 1
     end_G = np.append(band_GF[1:, 0], 0)
@@ -411,7 +457,9 @@ def _changes(of: Vector, steps: DeviceSparse, bits: DeviceBits, tiling: Tiling, 
 def _selected(
     steps: DeviceSparse, is_in_T: np.ndarray, start: int, stop: int, bound_T: np.ndarray, all_T: np.ndarray
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return low halves of positions and steps of the changes from number `start` on and below `stop` of some tensors."""
+    """Return low halves of positions and steps of the changes from number `start` on and below `stop` of some
+    tensors.
+    """
     first = int(np.searchsorted(bound_T, start, side="right")) - 1
     last = int(np.searchsorted(bound_T, stop, side="left"))
     step_K = steps.step_K.view(UNSIGNED[steps.step_K.element_size()])
@@ -427,7 +475,9 @@ def _selected(
 
 
 def _runs(bound_B: np.ndarray, first_P: np.ndarray, last_P: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the first block of each run, and the number of blocks; the first run of each payload, and their number."""
+    """Return the first block of each run, and the number of blocks; the first run of each payload, and their
+    number.
+    """
     firsts, run_P = [], [0]
     for low, high in zip(first_P.tolist(), last_P.tolist(), strict=True):
         if low < high:
@@ -437,7 +487,9 @@ def _runs(bound_B: np.ndarray, first_P: np.ndarray, last_P: np.ndarray) -> tuple
     return np.append(np.concatenate(firsts), last_P[-1]), np.array(run_P)
 
 
-def _groups(survey: tuple[torch.Tensor, torch.Tensor], run_P: np.ndarray, size_R: np.ndarray) -> tuple[np.ndarray, Classes]:
+def _groups(
+    survey: tuple[torch.Tensor, torch.Tensor], run_P: np.ndarray, size_R: np.ndarray
+) -> tuple[np.ndarray, Classes]:
     """Return the first run of each group, and its classes."""
     element, step = survey
     used_E, used_S = (torch.nonzero(step.sum(dim=dims)).reshape(-1) for dims in ((0, 2), (0, 1)))

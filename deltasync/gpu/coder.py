@@ -1,9 +1,10 @@
-"""The entropy coder (`rans`) in Triton: a lane for each stream, any number of streams and tables in one launch.
+"""The entropy coder (`rans`) in Triton: a lane for each stream, any number of streams and tables in one
+launch.
 
-A *stream* is the changes of one block; stream s has the changes from `bound_S[s]` on and below `bound_S[s + 1]`. Gaps and
-steps are numbers here, whose symbols are counted (`count`), fitted to tables (`join`, `fit`) and coded (`encode`, `decode`).
-All arrays are on the device; tables are numbered over all groups, each class has the one of its gaps and then that of its
-steps, and streams say which is their first one.
+A *stream* is the changes of one block; stream s has the changes from `bound_S[s]` on and below `bound_S[s +
+1]`. Gaps and steps are numbers here, whose symbols are counted (`count`), fitted to tables (`join`, `fit`)
+and coded (`encode`, `decode`). All arrays are on the device; tables are numbered over all groups, each class
+has the one of its gaps and then that of its steps, and streams say which is their first one.
 
 Every word comes from a store: no lane reads a word outside of its stream, nor writes outside of its changes.
 
@@ -43,7 +44,8 @@ class Streams:
         bound_S: First change of each, and the number of changes behind the last; int64[S + 1].
         base_S: Position of the first element of each one's block, of which the low 32 bits count; int64.
         table_S: Number of each one's first table, int32.
-        gap_K: Gaps, uint32 or uint64; without classes positions, int32 or int64, of which the low 32 bits count.
+        gap_K: Gaps, uint32 or uint64; without classes positions, int32 or int64, of which the low 32 bits
+            count.
         step_K: Steps, unsigned.
         class_K: Classes of changed elements, uint8. None without classes.
         first_S: Class in which each stream begins, int32. None without classes.
@@ -109,7 +111,9 @@ def _zigzag(step):
 
 @triton.jit
 def _gap(gap_ptr, base_ptr, class_ptr, first_ptr, s, k, low, on, CLASSES: tl.constexpr):
-    """Return the gap before change `k` of stream `s`, the class in which it begins, and that of the change."""
+    """Return the gap before change `k` of stream `s`, the class in which it begins, and that of the
+    change.
+    """
     later = on & (k > low)
     if CLASSES:
         gap = tl.load(gap_ptr + k, on, other=0)
@@ -173,7 +177,9 @@ def _run_bits(gaps, steps):
         total = tl.sum(count, axis=0).to(tl.float64)
         some = count.to(tl.float64)
         log = tl.sum(tl.where(count > 0, some * tl.log2(tl.maximum(some, 1.0)), 0.0), axis=0)
-        bits += total * tl.log2(tl.maximum(total, 1.0)) - log + 12.0 * tl.sum((count > 0).to(tl.int32), axis=0)
+        bits += (
+            total * tl.log2(tl.maximum(total, 1.0)) - log + 12.0 * tl.sum((count > 0).to(tl.int32), axis=0)
+        )
     return bits
 
 
@@ -247,14 +253,17 @@ def _size(
     for start in range(low, high, CHANGES):
         k = start + tl.arange(0, CHANGES)
         on = k < high
-        gap, begin, of = _gap(gap_ptr, base_ptr, class_ptr, first_ptr, s + tl.zeros_like(k), k, low, on, CLASSES)
+        gap, begin, of = _gap(
+            gap_ptr, base_ptr, class_ptr, first_ptr, s + tl.zeros_like(k), k, low, on, CLASSES
+        )
         symbol, extra = _bucket(gap)
         bits = tl.load(costs + begin * 512 + symbol, on, other=0) + (extra << _COST_BITS)
         symbol, extra = _bucket(_zigzag(tl.load(step_ptr + k, on, other=1)))
         bits += tl.load(costs + of * 512 + 256 + symbol, on, other=0) + (extra << _COST_BITS)
         sums += tl.where(on, bits, 0)
     total = tl.sum(sums, axis=0)
-    # A state of 2**32 or more wastes less than 2**-19 bits with each symbol, a smaller one a few words in all.
+    # A state of 2**32 or more wastes less than 2**-19 bits with each symbol, a smaller one a few words in
+    # all.
     words = (total >> (_COST_BITS + 5)) + ((high - low) >> 20) + 8
     tl.store(room_ptr + s, tl.where(high > low, words, 0))
 
@@ -288,7 +297,9 @@ def _push_number(out_ptr, at, x, value, table, code_ptr, inverse_ptr, on, floor,
     at, x = _push_bits(out_ptr, at, x, wide, done, on & (extra > 0), floor)
     for _ in tl.static_range(GROUPS - 1):
         more = on & (extra > done)
-        at, x = _push_bits(out_ptr, at, x, wide >> tl.where(more, done, 0).to(tl.uint64), 24 + done * 0, more, floor)
+        at, x = _push_bits(
+            out_ptr, at, x, wide >> tl.where(more, done, 0).to(tl.uint64), 24 + done * 0, more, floor
+        )
         done += tl.where(more, 24, 0)
     freq = (code & 0xFFFF).to(tl.uint64)
     full = on & ((x >> (64 - _BITS)) >= freq)
@@ -317,7 +328,9 @@ def _encode(
         on = there & (k >= low)
         gap, begin, of = _gap(gap_ptr, base_ptr, class_ptr, first_ptr, s, k, low, on, CLASSES)
         number = _zigzag(tl.load(step_ptr + k, on, other=1))
-        at, x = _push_number(out_ptr, at, x, number, table + 2 * of + 1, code_ptr, inverse_ptr, on, floor, STEPS)
+        at, x = _push_number(
+            out_ptr, at, x, number, table + 2 * of + 1, code_ptr, inverse_ptr, on, floor, STEPS
+        )
         at, x = _push_number(out_ptr, at, x, gap, table + 2 * begin, code_ptr, inverse_ptr, on, floor, GAPS)
         k -= 1
     two = some & (x >= _STATE_MIN)
@@ -351,7 +364,10 @@ def _slots(freq_ptr, slot_ptr, SLOTS: tl.constexpr):
         slot = first + tl.arange(0, SLOTS)
         own = (end[None, :] > slot[:, None]) & ((end - freq)[None, :] <= slot[:, None])
         line = (symbol << 24)[None, :] | ((slot[:, None] - (end - freq)[None, :]) << 12) | (freq - 1)[None, :]
-        tl.store(slot_ptr + table * _SLOTS + slot, tl.sum(tl.where(own, line, 0), axis=1).to(tl.uint32, bitcast=True))
+        tl.store(
+            slot_ptr + table * _SLOTS + slot,
+            tl.sum(tl.where(own, line, 0), axis=1).to(tl.uint32, bitcast=True),
+        )
 
 
 @triton.jit
@@ -364,7 +380,9 @@ def _pull(words_ptr, at, end, x, on):
 
 @triton.jit
 def _pull_number(words_ptr, at, end, x, table, slot_ptr, on, NUMBER: tl.constexpr, GROUPS: tl.constexpr):
-    """Read a number as `NUMBER`; also return whether it has no more extra bits than that and 24 * `GROUPS`."""
+    """Read a number as `NUMBER`; also return whether it has no more extra bits than that and 24 *
+    `GROUPS`.
+    """
     line = tl.load(slot_ptr + table * _SLOTS + (x & (_SLOTS - 1)).to(tl.int64), on, other=0)
     symbol = (line >> 24).to(tl.int32)
     freq = ((line & 4095) + 1).to(tl.uint64)
@@ -451,7 +469,8 @@ class Fitted:
 
 
 def count(of: Streams, runs: int) -> torch.Tensor:
-    """Count the symbols of the gaps and of the steps of each run of streams without classes, int32[R, 2, 256].
+    """Count the symbols of the gaps and of the steps of each run of streams without classes, int32[R, 2,
+    256].
 
     Instead of tables, `table_S` has the run of each stream.
     """
@@ -507,8 +526,8 @@ def encode(of: Streams, fitted: Fitted, gap_bits: int = 32) -> tuple[torch.Tenso
         gap_bits: Bits that no gap exceeds.
 
     Returns:
-        The words of all streams, int32[W], on the device; how many each has, int64[S], on the host. Without changes it has
-            none.
+        The words of all streams, int32[W], on the device; how many each has, int64[S], on the host. Without
+            changes it has none.
     """
     device, width, classes = of.bound_S.device, of.step_K.element_size(), of.class_K is not None
     if not of.count:

@@ -28,5 +28,7 @@ def unsigned(view: torch.Tensor) -> torch.Tensor:
 
 
 def on(device: torch.device) -> Any:
-    """Launch kernels on a device; Triton would take the current one. Its interpreter takes tensors of the host."""
+    """Launch kernels on a device; Triton would take the current one. Its interpreter takes tensors of the
+    host.
+    """
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

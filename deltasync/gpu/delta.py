@@ -1,16 +1,17 @@
 """A delta in a device's memory: detection leaves it there, and the device's encoder reads it.
 
-For each element width there are ascending positions and their steps, as in `Sparse`, and an index over *blocks*. A block is
-a run of at most `BLOCK` positions of one tensor; the blocks are in the order of the vector and cover what the rank holds,
-those without changes too. Positions are stored by their lower 32 bits: a gap between neighbours is a difference modulo
-2**32, and a whole position is `base_B[b] + ((low_K[k] - base_B[b]) mod 2**32)` for the block b with
-`bound_B[b] <= k < bound_B[b + 1]`. That takes 4 bytes and the element's width for each change, in vectors of any size.
+For each element width there are ascending positions and their steps, as in `Sparse`, and an index over
+*blocks*. A block is a run of at most `BLOCK` positions of one tensor; the blocks are in the order of the
+vector and cover what the rank holds, those without changes too. Positions are stored by their lower 32 bits:
+a gap between neighbours is a difference modulo 2**32, and a whole position is `base_B[b] + ((low_K[k] -
+base_B[b]) mod 2**32)` for the block b with `bound_B[b] <= k < bound_B[b + 1]`. That takes 4 bytes and the
+element's width for each change, in vectors of any size.
 
-The old bits that `context` needs are those of the shadow less the steps: a job is encoded after its delta was applied.
-`DeviceBits` says where the shadow has them.
+The old bits that `context` needs are those of the shadow less the steps: a job is encoded after its delta was
+applied. `DeviceBits` says where the shadow has them.
 
-Shape suffixes: K changed elements, B blocks, N held elements (with gaps), R runs, T tensors of one width. Signed dtypes hold
-unsigned bits, because torch has few operations on unsigned ones.
+Shape suffixes: K changed elements, B blocks, N held elements (with gaps), R runs, T tensors of one width.
+Signed dtypes hold unsigned bits, because torch has few operations on unsigned ones.
 """
 
 from __future__ import annotations
@@ -75,7 +76,8 @@ class DeviceSparse:
         return base_N + ((low_N.to(torch.int64) - base_N) & 0xFFFFFFFF)
 
     def count_below(self, limit_N: torch.Tensor) -> torch.Tensor:
-        """Return how many positions are below each limit, int64 on the device: `layout.count_below` for many limits.
+        """Return how many positions are below each limit, int64 on the device: `layout.count_below` for many
+        limits.
 
         As many small launches for any number of limits.
         """
@@ -108,14 +110,16 @@ def search(
     most: int,
     is_below: Callable[[torch.Tensor], torch.Tensor],
 ) -> torch.Tensor:
-    """Return the number of the first value in each range that is not below what is wanted there, or its end; int64[N].
+    """Return the number of the first value in each range that is not below what is wanted there, or its end;
+    int64[N].
 
     Args:
         value_K: Values of integers.
         low_N: Number of the first value of each range.
         high_N: The one behind its last.
         most: Values of the largest range.
-        is_below: Returns whether values, int64[N, P], are below what is wanted in their range. Those that are come first.
+        is_below: Returns whether values, int64[N, P], are below what is wanted in their range. Those that are
+            come first.
     """
     part_P = torch.arange(1, _WAYS + 1, device=low_N.device)
     while most > 0 and value_K.numel():
@@ -130,7 +134,9 @@ def search(
 
 
 def joined(parts: Sequence[DeviceSparse], count_T: np.ndarray) -> DeviceSparse:
-    """Join the changes of different tensors of one vector, given in any order. `count_T` counts those of all its tensors."""
+    """Join the changes of different tensors of one vector, given in any order. `count_T` counts those of all
+    its tensors.
+    """
     if len(parts) == 1:
         return dataclasses.replace(parts[0], count_T=count_T)
     ordered = sorted(parts, key=lambda part: int(part.base_B[0]))
@@ -150,10 +156,11 @@ class DeviceBits:
     """The shadow's bits of one vector on a device.
 
     Attributes:
-        bits_N: One buffer, as signed integers of the width, [N]. Runs begin at multiples of `ALIGNED` elements, so there are
-            gaps between them, with any contents.
-        run_T3: The held run of each tensor of the vector: position of the first element in the vector, number of elements,
-            and place of the first one in `bits_N`; int64[T, 3], on the host. Nothing may be held of a tensor.
+        bits_N: One buffer, as signed integers of the width, [N]. Runs begin at multiples of `ALIGNED`
+            elements, so there are gaps between them, with any contents.
+        run_T3: The held run of each tensor of the vector: position of the first element in the vector, number
+            of elements, and place of the first one in `bits_N`; int64[T, 3], on the host. Nothing may be held
+            of a tensor.
     """
 
     bits_N: torch.Tensor
@@ -171,10 +178,10 @@ class DeviceDelta:
     Attributes:
         layout: The model.
         steps: By width; widths without changes are absent.
-        bits: The shadow's bits by width, which has taken the steps once `ready` has passed. They stay until the job that has
-            this delta is released.
-        ready: Recorded after the steps were applied to the shadow; a stream that reads `steps` or `bits` waits for it. None
-            where the device is the host, under Triton's interpreter.
+        bits: The shadow's bits by width, which has taken the steps once `ready` has passed. They stay until
+            the job that has this delta is released.
+        ready: Recorded after the steps were applied to the shadow; a stream that reads `steps` or `bits`
+            waits for it. None where the device is the host, under Triton's interpreter.
     """
 
     layout: Layout
@@ -199,4 +206,7 @@ class DeviceDelta:
     def host(self) -> Delta:
         """Copy everything to the host: for merging with another delta, and for an encoder that runs there."""
         vectors = self.layout.vectors
-        return Delta(self.layout, {width: steps.host(vectors[width].index_dtype) for width, steps in self.steps.items()})
+        return Delta(
+            self.layout,
+            {width: steps.host(vectors[width].index_dtype) for width, steps in self.steps.items()},
+        )

@@ -1,22 +1,23 @@
 """Compare a model on a GPU with its shadow there, in a few launches; what differs stays on the device.
 
-A table has a line for each run of elements: where the shadow and the new weights lie, and what a fingerprint needs. It stays
-as long as the tensors do. Runs are cut into blocks (`tensors.device`), of which a group is compared at once:
+A table has a line for each run of elements: where the shadow and the new weights lie, and what a fingerprint
+needs. It stays as long as the tensors do. Runs are cut into blocks (`tensors.device`), of which a group is
+compared at once:
 
-    _compare   reads both sides of each block, as 32-bit words, to find which elements differ; writes how many, and up to
-               `SLOT` of them (position in the block, step) into the block's slot
+    _compare   reads both sides of each block, as 32-bit words, to find which elements differ; writes how
+               many, and up to `SLOT` of them (position in the block, step) into the block's slot
     cumsum     finds where the changes of each block go
     _pack      moves the slots there, in order, and sums what the changes add to fingerprints
 
-The host waits once, for the number of changes. Blocks with more of them than a slot holds are then read again (`_all`), each
-writing to its place in the result. If the result has no room, everything is compared again: comparing only reads. `_apply`
-adds the steps to the shadow later.
+The host waits once, for the number of changes. Blocks with more of them than a slot holds are then read again
+(`_all`), each writing to its place in the result. If the result has no room, everything is compared again:
+comparing only reads. `_apply` adds the steps to the shadow later.
 
-Nobody can keep a trainer from writing meanwhile, so that a second read may see other bits than the first one. A step is
-therefore of one read, and what follows from it (what a fingerprint gains, the new bits in the shadow) is computed from the
-old bits and the step. Where an element is read twice the last read counts: one that has its old bits again leaves a step of
-zero, which is dropped; and a block that by then has more changes than its place has room for is compared once more, with
-room for all of its elements.
+Nobody can keep a trainer from writing meanwhile, so that a second read may see other bits than the first one.
+A step is therefore of one read, and what follows from it (what a fingerprint gains, the new bits in the
+shadow) is computed from the old bits and the step. Where an element is read twice the last read counts: one
+that has its old bits again leaves a step of zero, which is dropped; and a block that by then has more changes
+than its place has room for is compared once more, with room for all of its elements.
 
 Kernels see bit patterns as unsigned integers. R runs, B blocks, T tensors of one width, K changed elements.
 """
@@ -40,11 +41,14 @@ from deltasync.tensors import bounds
 from deltasync.tensors.bits import SIGNED
 
 OLD, NEW, FIRST, COUNT, AT, KEY, INDEX, MASK, LARGEST = range(9)
-"""Columns of a line: address of the shadow and of the new bits, number of the first block, number of elements, position of
-the first one in the vector, fingerprint key of the tensor, flat index of the first element in it, and as in `nan_bounds`."""
+"""Columns of a line: address of the shadow and of the new bits, number of the first block, number of
+elements, position of the first one in the vector, fingerprint key of the tensor, flat index of the first
+element in it, and as in `nan_bounds`."""
 
 COLUMNS = 9
-_OLD, _NEW, _FIRST, _COUNT, _AT, _KEY, _INDEX, _MASK, _LARGEST, _COLUMNS = (tl.constexpr(each) for each in range(10))
+_OLD, _NEW, _FIRST, _COUNT, _AT, _KEY, _INDEX, _MASK, _LARGEST, _COLUMNS = (
+    tl.constexpr(each) for each in range(10)
+)
 
 Fill = Callable[[int, torch.Tensor], None]
 
@@ -57,17 +61,22 @@ _LANES = 1024  # elements that a program of `_print` reads at once
 
 @triton.jit
 def _bfloat16_bits(bits):
-    """Round float32 bit patterns to nearest even. In integers, because hardware and torch disagree on what a NaN becomes."""
+    """Round float32 bit patterns to nearest even. In integers, because hardware and torch disagree on what a
+    NaN becomes.
+    """
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     quiet = (bits >> 16) | 0x40
     return tl.where((bits & 0x7FFFFFFF) > 0x7F800000, quiet, rounded).to(tl.uint16)
 
 
 @triton.jit
-def _marks(old_ptr, new_ptr, left, W: tl.constexpr, NEW_W: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
+def _marks(
+    old_ptr, new_ptr, left, W: tl.constexpr, NEW_W: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr
+):
     """Return a bit for each element that differs, uint32[BLOCK / 32].
 
-    Aligned elements of one or two bytes are read as words of `PER` elements. Loads without a mask are the widest.
+    Aligned elements of one or two bytes are read as words of `PER` elements. Loads without a mask are the
+    widest.
     """
     word = tl.arange(0, BLOCK // 32)[:, None]
     if ALIGNED and NEW_W < 4:
@@ -78,8 +87,12 @@ def _marks(old_ptr, new_ptr, left, W: tl.constexpr, NEW_W: tl.constexpr, ALIGNED
         at = word * (32 // PER) + j
         if left >= BLOCK:
             x = tl.load(old_ptr + at) ^ tl.load(new_ptr + at)
-        else:  # an aligned word lies in one page, so that it may be read, but what is behind the end does not count
-            x = tl.load(old_ptr + at, PER * at < left, other=0) ^ tl.load(new_ptr + at, PER * at < left, other=0)
+        else:
+            # an aligned word lies in one page, so that it may be read, but what is behind the end does not
+            # count
+            x = tl.load(old_ptr + at, PER * at < left, other=0) ^ tl.load(
+                new_ptr + at, PER * at < left, other=0
+            )
             rest = tl.minimum(tl.maximum(left - PER * at, 0), PER).to(tl.uint32) * (32 // PER)
             x &= tl.where(rest < 32, (1 << rest) - 1, 0xFFFFFFFF).to(tl.uint32)
         if W == 2:
@@ -135,8 +148,8 @@ def _compare(
 ):
     """Compare a block, number `first` + the program's, or the one that is listed there.
 
-    Count its changes, and write them to its slot, if that has room, the first slot being that of block `first` of the group.
-    With `WIDE`, count all elements of a block whose slot has no room.
+    Count its changes, and write them to its slot, if that has room, the first slot being that of block
+    `first` of the group. With `WIDE`, count all elements of a block whose slot has no room.
     """
     block = tl.program_id(0).to(tl.int64) + first
     if LISTED:
@@ -160,7 +173,8 @@ def _compare(
         start = (block & (SLOTS - 1)) * SLOT
         at_ptr, step_ptr = to_at_ptr + start, to_step_ptr + start
         word = tl.arange(0, BLOCK // 32) * 32
-        for _ in range(tl.max(n, axis=0)):  # each turn takes the lowest mark left in each word; its bits are in the cache
+        # each turn takes the lowest mark left in each word; its bits are in the cache
+        for _ in range(tl.max(n, axis=0)):
             marked = marks != 0
             lowest = (marks & (0 - marks)).to(tl.float32)  # a power of two, whose exponent is the place
             place = word + (lowest.to(tl.int32, bitcast=True) >> 23) - 127
@@ -192,8 +206,8 @@ def _all(
 ):
     """Compare a listed block, reading each element once, and write its changes to their place in the result.
 
-    What is left of the place is filled with steps of zero. If it has no room, it gets none but such, and `unlike_ptr[1]` is
-    set.
+    What is left of the place is filled with steps of zero. If it has no room, it gets none but such, and
+    `unlike_ptr[1]` is set.
     """
     block = tl.load(listed_ptr + tl.program_id(0)).to(tl.int64)
     start = tl.load(bound_ptr + block)
@@ -250,9 +264,11 @@ def _pack(
     BLOCK: tl.constexpr,
     SLOT: tl.constexpr,
 ):
-    """Sum what the changes of a block add to the fingerprint, and how many become NaN; with `SLOTS`, bring them there first.
+    """Sum what the changes of a block add to the fingerprint, and how many become NaN; with `SLOTS`, bring
+    them there first.
 
-    A block with more changes than a slot holds, or than there is room for, is left out. A step of zero sets `unlike_ptr[0]`.
+    A block with more changes than a slot holds, or than there is room for, is left out. A step of zero sets
+    `unlike_ptr[0]`.
     """
     block = tl.program_id(0).to(tl.int64) + first
     if LISTED:
@@ -301,7 +317,14 @@ def _pack(
 
 @triton.jit
 def _apply(
-    table_ptr, row_ptr, bound_ptr, low_ptr, step_ptr, OLD_TYPE: tl.constexpr, BLOCK: tl.constexpr, SLOT: tl.constexpr
+    table_ptr,
+    row_ptr,
+    bound_ptr,
+    low_ptr,
+    step_ptr,
+    OLD_TYPE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SLOT: tl.constexpr,
 ):
     """Add the steps of a block to the shadow."""
     block = tl.program_id(0).to(tl.int64)
@@ -322,7 +345,9 @@ def _apply(
 
 
 @triton.jit
-def _print(table_ptr, row_ptr, sum_ptr, above_ptr, OLD_TYPE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr):
+def _print(
+    table_ptr, row_ptr, sum_ptr, above_ptr, OLD_TYPE: tl.constexpr, BLOCK: tl.constexpr, LANES: tl.constexpr
+):
     """Sum the fingerprints of the shadow's bits in a block, and count its NaN."""
     block = tl.program_id(0).to(tl.int64)
     entry_ptr = table_ptr + tl.load(row_ptr + block).to(tl.int64) * _COLUMNS
@@ -366,10 +391,12 @@ class Comparison:
         device: A CUDA device, or the CPU under Triton's interpreter.
         width: Bytes of an element of the shadow.
         line_RC: The runs, ascending in `AT`, none empty; int64[R, COLUMNS], `FIRST` is filled in.
-        new_width_R: Bytes of an element of the new weights: `width`, or 4 for float32 that is rounded to bfloat16.
+        new_width_R: Bytes of an element of the new weights: `width`, or 4 for float32 that is rounded to
+            bfloat16.
         tensor_R: Number of each run's tensor in the vector.
         tensor_count: T.
-        copied_R: Bytes of the copy of each run that has to be made before it is compared, 0 if it lies there as it is.
+        copied_R: Bytes of the copy of each run that has to be made before it is compared, 0 if it lies there
+            as it is.
 
     Attributes:
         element_count: Elements of all runs.
@@ -394,17 +421,23 @@ class Comparison:
         self._first_R = bounds(blocks_R)
         self.blocks = int(self._first_R[-1])
         line_RC[:, FIRST] = self._first_R[:-1]
-        low_T, high_T = (np.searchsorted(tensor_R, np.arange(tensor_count), side=side) for side in ("left", "right"))
+        low_T, high_T = (
+            np.searchsorted(tensor_R, np.arange(tensor_count), side=side) for side in ("left", "right")
+        )
         self._copied = np.flatnonzero(copied_R)
         place_R, edges = _places(self._first_R, copied_R)
-        self._groups = [*itertools.pairwise(sorted({*range(0, self.blocks, groups.GROUP_BLOCKS), *edges, self.blocks}))]
+        self._groups = [
+            *itertools.pairwise(sorted({*range(0, self.blocks, groups.GROUP_BLOCKS), *edges, self.blocks}))
+        ]
         with on(self.device):
             self._copies = torch.empty(int((place_R + copied_R).max()), dtype=torch.uint8, device=device)
             self._copy_R = np.where(copied_R > 0, self._copies.data_ptr() + place_R, 0)
             line_RC[:, NEW] = np.where(copied_R > 0, self._copy_R, line_RC[:, NEW])
             self._table_RC = torch.from_numpy(line_RC.copy()).to(device)
             number_R = torch.arange(len(line_RC), dtype=torch.int32, device=device)
-            self._row_B = number_R.repeat_interleave(torch.from_numpy(blocks_R).to(device), output_size=self.blocks)
+            self._row_B = number_R.repeat_interleave(
+                torch.from_numpy(blocks_R).to(device), output_size=self.blocks
+            )
             inside_B = torch.arange(self.blocks, device=device) - self._table_RC[:, FIRST][self._row_B]
             self._base_B = self._table_RC[:, AT][self._row_B].add_(inside_B.mul_(BLOCK))
             edge_2T = np.stack((self._first_R[low_T], self._first_R[high_T]))
@@ -427,7 +460,8 @@ class Comparison:
         """Begin to compare; return a function that waits and returns what differs.
 
         Args:
-            fill: Writes a run, by its number, to the memory of its copy, flat and in the dtype that is compared.
+            fill: Writes a run, by its number, to the memory of its copy, flat and in the dtype that is
+                compared.
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for it; from the returned function too.
@@ -437,7 +471,9 @@ class Comparison:
         return lambda: self._finish(launched, fill)
 
     def apply(self, steps: DeviceSparse) -> None:
-        """Add steps that were found to the shadow. This allocates nothing, and returns once it is launched."""
+        """Add steps that were found to the shadow. This allocates nothing, and returns once it is
+        launched.
+        """
         with on(self.device):
             _apply[(self.blocks,)](
                 *(self._table_RC, self._row_B, steps.bound_B, steps.low_K, unsigned(steps.step_K)),
@@ -446,7 +482,9 @@ class Comparison:
             )
 
     def sums(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return the fingerprint of the shadow's elements of each tensor, uint64[T], and how many are NaN, int64[T]."""
+        """Return the fingerprint of the shadow's elements of each tensor, uint64[T], and how many are NaN,
+        int64[T].
+        """
         with on(self.device):
             sum_B = torch.empty(self.blocks, dtype=torch.int64, device=self.device)
             above_B = torch.empty(self.blocks, dtype=torch.int32, device=self.device)
@@ -455,7 +493,9 @@ class Comparison:
                 *(UNSIGNED[self.width], BLOCK, min(_LANES, BLOCK)),
                 num_warps=4,
             )
-            found_2T = torch.stack([self._by_tensor(_ends(each_B)) for each_B in (sum_B, above_B)]).cpu().numpy()
+            found_2T = (
+                torch.stack([self._by_tensor(_ends(each_B)) for each_B in (sum_B, above_B)]).cpu().numpy()
+            )
         return found_2T[0].view(np.uint64), found_2T[1]
 
     def _is_aligned(self) -> np.ndarray:
@@ -514,7 +554,9 @@ class Comparison:
             has_zeros, has_no_room = found[-2:].tolist()
             if has_no_room:
                 del of
-                return self._finish(self._launch(groups.room(changed, self.element_count), fill, wide=True), fill)
+                return self._finish(
+                    self._launch(groups.room(changed, self.element_count), fill, wide=True), fill
+                )
             count_T, gain_T, above_T = found[:-2].reshape(3, -1)
             low_K, step_K, bound_B = of.low_K[:changed], of.step_K[:changed], of.bound_B
             if has_zeros:
@@ -562,7 +604,9 @@ class Comparison:
                         *(self.width, new_width, UNSIGNED[self.width], UNSIGNED[new_width], aligned, BLOCK),
                         num_warps=16,
                     )
-        self._pack(len(over), 0, over_L.to(torch.int32), of, (of.low_K.view(torch.uint32), unsigned(of.step_K), 0))
+        self._pack(
+            len(over), 0, over_L.to(torch.int32), of, (of.low_K.view(torch.uint32), unsigned(of.step_K), 0)
+        )
 
     def _compare(self, low: int, high: int, of: _Launched, into: Into) -> None:
         for kind, listed in self._kinds.items():
@@ -574,7 +618,13 @@ class Comparison:
                 self._compare_kind(kind, last - first, first, listed[1], of, into)
 
     def _compare_kind(
-        self, kind: tuple[int, bool], count: int, first: int, listed_L: torch.Tensor | None, of: _Launched, into: Into
+        self,
+        kind: tuple[int, bool],
+        count: int,
+        first: int,
+        listed_L: torch.Tensor | None,
+        of: _Launched,
+        into: Into,
     ) -> None:
         (new_width, aligned), (to_at, to_step, slots) = kind, into
         _compare[(count,)](
@@ -588,7 +638,15 @@ class Comparison:
         slot_at, slot_step, slots = into
         _pack[(count,)](
             *(self._table_RC, self._row_B, self._row_B if listed_L is None else listed_L, of.bound_B),
-            *(slot_at, slot_step, of.low_K, unsigned(of.step_K), of.gain_B.view(torch.uint64), of.above_B, of.unlike),
+            *(
+                slot_at,
+                slot_step,
+                of.low_K,
+                unsigned(of.step_K),
+                of.gain_B.view(torch.uint64),
+                of.above_B,
+                of.unlike,
+            ),
             *(first, of.low_K.numel(), UNSIGNED[self.width], listed_L is not None, slots, BLOCK, groups.SLOT),
             num_warps=1,
         )
@@ -605,7 +663,8 @@ class _Launched:
     low_K: torch.Tensor  # with the room that there is
     step_K: torch.Tensor
     most: torch.Tensor  # number of changes, and the most of a block
-    unlike: torch.Tensor  # whether a step is zero, and whether a block has no room, as elements changed between two reads
+    # whether a step is zero, and whether a block has no room, as elements changed between two reads
+    unlike: torch.Tensor
     host: torch.Tensor  # as `most`, on the host, once `done`
     wide: bool  # whether blocks with more changes than a slot holds have room for all their elements
     done: torch.cuda.Event | None = None
@@ -626,7 +685,9 @@ class _Launched:
 
 
 def _places(first_R: np.ndarray, copied_R: np.ndarray) -> tuple[np.ndarray, list[int]]:
-    """Return where in memory for copies that of each run goes, and the blocks at which that memory is used again."""
+    """Return where in memory for copies that of each run goes, and the blocks at which that memory is used
+    again.
+    """
     place_R, edges, held = np.zeros_like(copied_R), list[int](), 0
     for run in np.flatnonzero(copied_R).tolist():
         size = -(-int(copied_R[run]) // _ALIGNED_BYTES) * _ALIGNED_BYTES

@@ -33,7 +33,9 @@ _STEP_BYTES = 2 << 20  # what PyTorch's allocator rounds large requests up to
 _SENT_BYTES = 8 << 20  # of a room of `Device.send`
 _ROOMS = 16
 _COPIERS = min(16, max(2, os.cpu_count() or 1))
-"""Threads that copy between host memory: one alone copies 11 GB/s, which is a fifth of what crosses to a device."""
+"""Threads that copy between host memory: one alone copies 11 GB/s, which is a fifth of what crosses to a
+device.
+"""
 
 CHUNK_BYTES = 256 << 20
 """Pinned memory that is registered at once, and kept."""
@@ -83,14 +85,16 @@ class Device:
         Raises:
             StageError: that would leave less than `RESERVE_BYTES` free; nothing was allocated.
         """
-        # Rounded up to a quarter of the next lower power of two, so that sizes that vary a little become equal.
+        # Rounded up to a quarter of the next lower power of two, so that sizes that vary a little become
+        # equal.
         step = max(_STEP_BYTES, 1 << max(0, size_bytes.bit_length() - 3))
         wanted = -(-size_bytes // step) * step
         with self._lock:
             free_bytes = self.free_bytes()
             if wanted > free_bytes - RESERVE_BYTES and wanted > self.cached_bytes():
                 raise StageError(
-                    f"Staging needs {wanted:,} bytes on {self.device}, where {free_bytes:,} are free, of which "
+                    f"Staging needs {wanted:,} bytes on {self.device}, where {free_bytes:,} are free, of "
+                    "which "
                     f"{RESERVE_BYTES:,} stay so; give vLLM less memory (--gpu-memory-utilization)."
                 )
             return self.empty(wanted)[:size_bytes]
@@ -106,9 +110,9 @@ class Device:
     def cached_bytes(self) -> int:
         """Return the largest free block that PyTorch's cache has for the stream of `staging`.
 
-        The allocator serves a request from the blocks of its stream. Those of other streams are the engine's: it needs them
-        at its peak, and loses them when an allocation fails. PyTorch lists every block for this, so it is asked only where
-        the driver has too little.
+        The allocator serves a request from the blocks of its stream. Those of other streams are the engine's:
+        it needs them at its peak, and loses them when an allocation fails. PyTorch lists every block for
+        this, so it is asked only where the driver has too little.
         """
         if not self._is_cuda:
             return 0
@@ -123,13 +127,15 @@ class Device:
         return max(blocks, default=0)
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
-        """Allocate bytes on the host that the device reads and writes directly. They are the system's again once dropped.
+        """Allocate bytes on the host that the device reads and writes directly. They are the system's again
+        once dropped.
 
         PyTorch's pinned memory would be rounded up to a power of two, and kept for ever.
         """
         if not self._is_cuda:
             return torch.empty(size_bytes, dtype=torch.uint8, device="cpu")
-        # Private, because shared memory gets no huge pages; but not in forks, where writing would move this process's pages.
+        # Private, because shared memory gets no huge pages; but not in forks, where writing would move this
+        # process's pages.
         mapped = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
             with contextlib.suppress(OSError, AttributeError):
@@ -142,13 +148,17 @@ class Device:
         with torch.cuda.device(self.device):
             code = int(cuda.cudaHostRegister(address, memory.size, 0))
         if code:
-            logger.warning("CUDA cannot pin %d bytes of host memory (error %d), so copies are slower.", size_bytes, code)
+            logger.warning(
+                "CUDA cannot pin %d bytes of host memory (error %d), so copies are slower.", size_bytes, code
+            )
         else:
             weakref.finalize(memory, cuda.cudaHostUnregister, address).atexit = False
         return torch.from_numpy(memory)[:size_bytes]
 
     def chunk(self) -> Chunk:
-        """Return pinned memory of `CHUNK_BYTES`, made once and kept: registering it takes longer than filling it."""
+        """Return pinned memory of `CHUNK_BYTES`, made once and kept: registering it takes longer than filling
+        it.
+        """
         with self._lock:
             memory = self._chunks.pop() if self._chunks else self.pinned(CHUNK_BYTES)
         chunk = Chunk(memory)
@@ -156,11 +166,12 @@ class Device:
         return chunk
 
     def send(self, pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
-        """Copy arrays of integers to the device, on the current stream. The arrays may be dropped after return.
+        """Copy arrays of integers to the device, on the current stream. The arrays may be dropped after
+        return.
 
-        Each tensor has as many elements as its array, contiguous, of the same or a smaller width: they keep their lower
-        bits. They go through pinned rooms that stay, filled by several threads, in pieces, so that the engine's copies do
-        not wait for all.
+        Each tensor has as many elements as its array, contiguous, of the same or a smaller width: they keep
+        their lower bits. They go through pinned rooms that stay, filled by several threads, in pieces, so
+        that the engine's copies do not wait for all.
         """
         if not self._is_cuda:
             for host, to in pairs:
@@ -197,8 +208,8 @@ class Device:
     def staging(self, wait: bool = True) -> Iterator[None]:
         """Run work inside this context on a stream beside the engine's; by default wait for it at the end.
 
-        CUDA has no priority below that of the streams that engines use. So staging launches and copies little at a time
-        (`table.WRITTEN_AT_ONCE`, `send`), and the engine's work comes between.
+        CUDA has no priority below that of the streams that engines use. So staging launches and copies little
+        at a time (`table.WRITTEN_AT_ONCE`, `send`), and the engine's work comes between.
         """
         if not self._is_cuda:
             yield
@@ -237,7 +248,8 @@ def device_of(live: torch.Tensor) -> Device:
 @functools.cache
 def copiers() -> Workers:
     """Return the threads that copy host memory."""
-    return Workers(_COPIERS, "copy", idle_s=10.0)  # a thread starts in the time that a piece takes to be copied
+    # a thread starts in the time that a piece takes to be copied
+    return Workers(_COPIERS, "copy", idle_s=10.0)
 
 
 def each(actions: list[Callable[[], None]]) -> None:

@@ -1,8 +1,9 @@
-"""Kernels over tables of segments in Triton: prepare, swap and fingerprint, with one launch for all segments of a kind.
+"""Kernels over tables of segments in Triton: prepare, swap and fingerprint, with one launch for all segments
+of a kind.
 
-A kernel reads from the table (see `table`) what a segment is, so the number of launches does not depend on the number of
-segments. Kernels see bit patterns as unsigned integers, and every offset as int64. A program adds its sums to those of its
-line; sums of integers modulo 2**64 do not depend on the order.
+A kernel reads from the table (see `table`) what a segment is, so the number of launches does not depend on
+the number of segments. Kernels see bit patterns as unsigned integers, and every offset as int64. A program
+adds its sums to those of its line; sums of integers modulo 2**64 do not depend on the order.
 """
 
 from __future__ import annotations
@@ -26,7 +27,16 @@ _READ_BLOCK = 512  # elements that a program reads at once from a row of `table.
 _DEST, _KEY, _OFFSET, _FIRST, _SPAN, _DIMS, _COLUMNS, _MOST_DIMS, _LOW, _COUNT, _PLACE, _WRITE_COLUMNS = (
     tl.constexpr(column)
     for column in (
-        *(table.DEST, table.KEY, table.OFFSET, table.FIRST, table.SPAN, table.DIMS, table.COLUMNS, table.MOST_DIMS),
+        *(
+            table.DEST,
+            table.KEY,
+            table.OFFSET,
+            table.FIRST,
+            table.SPAN,
+            table.DIMS,
+            table.COLUMNS,
+            table.MOST_DIMS,
+        ),
         *(table.LOW, table.COUNT, table.PLACE, table.WRITE_COLUMNS),
     )
 )
@@ -36,7 +46,8 @@ _VALUE_STEP = tl.constexpr(int(reference.VALUE_STEP))
 _MIX_1 = tl.constexpr(int(reference.MIX_1))
 _MIX_2 = tl.constexpr(int(reference.MIX_2))
 
-# Nothing is specialized on values or alignment: a commit must not have to compile what `warm_up` has not compiled.
+# Nothing is specialized on values or alignment: a commit must not have to compile what `warm_up` has not
+# compiled.
 _swap_arguments = ["line_ptr", "dim_ptr", "write_ptr", "row_ptr", "low_ptr", "value_ptr", "check_ptr"]
 _prepare_arguments = [
     *("line_ptr", "dim_ptr", "write_ptr", "row_ptr", "low_ptr", "step_ptr", "value_ptr"),
@@ -74,8 +85,9 @@ def _line(row_ptr, line_ptr):
 def _changes(line, number, block, dim_ptr, write_ptr, low_ptr, STRIDED: tl.constexpr, BLOCK: tl.constexpr):
     """Find the changes of a program.
 
-    Returns the numbers of the first one and of its value, their offsets from the line's first element in the tensor and live
-    memory, and whether each is in the segment. Contiguous lines take no division, the others one of 32 bits a dimension.
+    Returns the numbers of the first one and of its value, their offsets from the line's first element in the
+    tensor and live memory, and whether each is in the segment. Contiguous lines take no division, the others
+    one of 32 bits a dimension.
     """
     write = write_ptr + number * _WRITE_COLUMNS
     first = block * BLOCK
@@ -119,7 +131,9 @@ def _prepare(
     k, place, offset, to, inside = _changes(line, number, block, dim_ptr, write_ptr, low_ptr, STRIDED, BLOCK)
     lane = tl.arange(0, BLOCK)
     old = tl.load(tl.load(line + _DEST).to(tl.pointer_type(BITS)) + to, inside, other=0)
-    tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
+    tl.atomic_add(
+        check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed"
+    )
     new = tl.load(step_ptr + k + lane, inside, other=0) + old
     tl.store(value_ptr + place + lane, new, inside)
     key = tl.load(line + _KEY).to(tl.uint64, bitcast=True)
@@ -152,12 +166,16 @@ def _swap(
     old = tl.load(dest_ptr, inside, other=0)
     tl.store(dest_ptr, new, inside)
     tl.store(value_ptr, old, inside)
-    tl.atomic_add(check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed")
+    tl.atomic_add(
+        check_ptr + number, tl.sum(_weighted(to, old), axis=0).to(tl.int64, bitcast=True), sem="relaxed"
+    )
 
 
 @triton.jit
 def _index(line, number, dim_ptr, at):
-    """Return the checkpoint indices of positions in a segment's memory, and whether an element lies there, not a gap."""
+    """Return the checkpoint indices of positions in a segment's memory, and whether an element lies there,
+    not a gap.
+    """
     index = at * 0 + tl.load(line + _OFFSET)
     rest = at
     inside = at >= 0
@@ -172,7 +190,9 @@ def _index(line, number, dim_ptr, at):
 
 
 @triton.jit(do_not_specialize_on_alignment=_fingerprint_arguments)
-def _fingerprint_strided(line_ptr, dim_ptr, row_ptr, gain_ptr, BITS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr):
+def _fingerprint_strided(
+    line_ptr, dim_ptr, row_ptr, gain_ptr, BITS: tl.constexpr, ROW: tl.constexpr, BLOCK: tl.constexpr
+):
     number, line, block = _line(row_ptr, line_ptr)
     first = block * ROW
     end = tl.minimum(first + ROW, tl.load(line + _SPAN))
@@ -199,7 +219,9 @@ def _fingerprint(
     BLOCK: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    """Of contiguous segments: the index is a start for each block and a constant for each lane, so nothing is divided."""
+    """Of contiguous segments: the index is a start for each block and a constant for each lane, so nothing is
+    divided.
+    """
     number, line, block = _line(row_ptr, line_ptr)
     first = block * ROW
     count = tl.minimum(ROW, tl.load(line + _SPAN) - first).to(tl.int32)
@@ -229,8 +251,18 @@ def prepare(of: Writes) -> None:
     held, bits = of.table, UNSIGNED[of.table.width]
     step_K, value_V = unsigned(of.step_K), unsigned(of.value_V)
     for is_strided, of_kind in _kinds(of):
-        for row_R in of_kind.split(of.at_once):  # launches that end soon: an engine's kernels come between them
-            arguments = (held.line_SC, held.dim_S2D3, of.write_SC, row_R, unsigned(of.low_K), step_K, value_V, *of.sum_3S)
+        # launches that end soon: an engine's kernels come between them
+        for row_R in of_kind.split(of.at_once):
+            arguments = (
+                held.line_SC,
+                held.dim_S2D3,
+                of.write_SC,
+                row_R,
+                unsigned(of.low_K),
+                step_K,
+                value_V,
+                *of.sum_3S,
+            )
             _launch(_prepare, row_R.numel(), arguments, bits, is_strided, of.block)
 
 
@@ -280,8 +312,12 @@ def _pieces(rows: Rows) -> Iterator[tuple[tuple[bool, bool], torch.Tensor]]:
             yield kind, row_R
 
 
-def _launch(kernel: Any, programs: int, arguments: tuple[torch.Tensor, ...], *constants: Any, **options: Any) -> None:
-    """Launch a kernel on the tensors' device; Triton would take the current one. Its interpreter takes host tensors."""
+def _launch(
+    kernel: Any, programs: int, arguments: tuple[torch.Tensor, ...], *constants: Any, **options: Any
+) -> None:
+    """Launch a kernel on the tensors' device; Triton would take the current one. Its interpreter takes host
+    tensors.
+    """
     with on(arguments[0].device):
         kernel[(programs,)](*arguments, *constants, **options)
 
@@ -290,7 +326,8 @@ def _launch(kernel: Any, programs: int, arguments: tuple[torch.Tensor, ...], *co
 def warm_up(room: Room, dtype: torch.dtype) -> None:
     """Compile the kernels for signed views of this dtype, once per process.
 
-    This takes seconds, which a commit would spend otherwise. Triton keeps what it compiled on disk, for later processes.
+    This takes seconds, which a commit would spend otherwise. Triton keeps what it compiled on disk, for later
+    processes.
     """
     dest = room.allocate(16 * dtype.itemsize).view(dtype)
     low_K, step_K = (torch.zeros(1, dtype=kind, device=dest.device) for kind in (torch.int32, dtype))

@@ -1,4 +1,6 @@
-"""A shadow's bits in the memory of an accelerator, and comparing with them there; what differs stays there."""
+"""A shadow's bits in the memory of an accelerator, and comparing with them there; what differs stays
+there.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,9 @@ Cut = tuple[int, tuple[Any, ...], torch.dtype]
 def room_bytes(device: torch.device) -> int:
     """Return the bytes of a device's memory that a shadow may take.
 
-    They are the free bytes and those in the allocator's cache, less what this process needed at its peak, less `LEFT_FREE`.
-    Memory for activations, which training needs between two publishes, is free during a publish and needed again afterwards.
+    They are the free bytes and those in the allocator's cache, less what this process needed at its peak,
+    less `LEFT_FREE`. Memory for activations, which training needs between two publishes, is free during a
+    publish and needed again afterwards.
     """
     if device.type != "cuda":
         return 1 << 62  # the host, which plays a device under Triton's interpreter
@@ -38,7 +41,9 @@ def room_bytes(device: torch.device) -> int:
 
 
 def needed_bytes(layout: Layout, ranges: Mapping[str, tuple[int, int]]) -> int:
-    """Return the bytes that a shadow of these ranges takes on a device, with what comparing takes beside it."""
+    """Return the bytes that a shadow of these ranges takes on a device, with what comparing takes beside
+    it.
+    """
     total = 0
     for width, vector in layout.vectors.items():
         count_T = np.array([ranges[name][1] - ranges[name][0] for name in vector.names], np.int64)
@@ -73,7 +78,9 @@ class DeviceShadow:
             room_T = -(-count_T // ALIGNED) * ALIGNED
             place_T = np.cumsum(room_T) - room_T
             bits_N = torch.empty(int(room_T.sum()), dtype=SIGNED[width], device=device)
-            self.there[width] = DeviceBits(bits_N, np.stack((vector.first_T[:-1] + start_T, count_T, place_T), axis=1))
+            self.there[width] = DeviceBits(
+                bits_N, np.stack((vector.first_T[:-1] + start_T, count_T, place_T), axis=1)
+            )
         self.ready: torch.cuda.Event | None = None
         self._comparisons: dict[int, tuple[Comparison, np.ndarray, list[Cut]]] = {}
         self._names: list[str] = []
@@ -117,7 +124,9 @@ class DeviceShadow:
         self.wait()
         found: dict[str, int] = {}
         for width in self._layout.vectors:
-            of_width = sorted((number, n) for n in names for w, number in [self._layout.places[n]] if w == width)
+            of_width = sorted(
+                (number, n) for n in names for w, number in [self._layout.places[n]] if w == width
+            )
             held = [name for _, name in of_width]
             comparison = self._comparison(width, held, None)[0] if held else None
             sum_T = np.zeros(len(held), np.uint64) if comparison is None else comparison.sums()[0]
@@ -147,11 +156,16 @@ class DeviceShadow:
             waiting[width] = comparison.launch(_filler(held, cuts))
         every = {width: np.arange(len(vector.specs)) for width, vector in self._layout.vectors.items()}
         return self._difference(
-            {width: [(every[width], self._comparisons[width][0], finish())] for width, finish in waiting.items()}
+            {
+                width: [(every[width], self._comparisons[width][0], finish())]
+                for width, finish in waiting.items()
+            }
         )
 
     def compare_each(self, parts: Iterable[tuple[str, torch.Tensor]]) -> Difference:
-        """Compare tensors as they come; each may be gone when the next one is asked for. Raises as `compare`."""
+        """Compare tensors as they come; each may be gone when the next one is asked for. Raises as
+        `compare`.
+        """
         found: dict[int, list[_Part]] = {}
         for name, held in parts:
             width, number = self._layout.places[name]
@@ -171,7 +185,13 @@ class DeviceShadow:
         from deltasync.gpu.detect import Comparison
 
         vector, there = self._layout.vectors[width], self.there[width]
-        lines, new_widths, tensors, copied, cuts = list[list[int]](), list[int](), list[int](), list[int](), list[Cut]()
+        lines, new_widths, tensors, copied, cuts = (
+            list[list[int]](),
+            list[int](),
+            list[int](),
+            list[int](),
+            list[Cut](),
+        )
         address = there.bits_N.data_ptr()
         for s, name in enumerate(names):
             number = self._layout.places[name][1]
@@ -181,7 +201,9 @@ class DeviceShadow:
             rounds = tensor.dtype == torch.float32 and spec.dtype == "bfloat16"
             dtype = torch.float32 if rounds else getattr(torch, spec.dtype)
             new_width = 4 if rounds else width
-            is_there = held is None or (tensor.device == self.device and tensor.is_contiguous() and tensor.dtype == dtype)
+            is_there = held is None or (
+                tensor.device == self.device and tensor.is_contiguous() and tensor.dtype == dtype
+            )
             parts = [((), 0, count)] if is_there else _cut(tensor.shape, groups.COPIED)
             key = int(vector.key_T[number].view(np.int64))
             mask, largest = nan_bounds(spec)
@@ -189,7 +211,9 @@ class DeviceShadow:
                 if size:
                     at = position + first
                     old, new = address + (place + first) * width, tensor.data_ptr() if is_there else 0
-                    lines.append([old, new, 0, size, at, key, at - int(vector.first_T[number]), mask, largest])
+                    lines.append(
+                        [old, new, 0, size, at, key, at - int(vector.first_T[number]), mask, largest]
+                    )
                     new_widths.append(new_width)
                     tensors.append(s)
                     copied.append(0 if is_there else size * new_width)
@@ -253,7 +277,9 @@ class _Fetched(Mapping[str, np.ndarray]):
 
 
 def _cut(shape: Sequence[int], most: int) -> Iterator[tuple[tuple[Any, ...], int, int]]:
-    """Yield parts of a tensor of at most so many elements: index, first element in row-major order, number of elements."""
+    """Yield parts of a tensor of at most so many elements: index, first element in row-major order, number of
+    elements.
+    """
     size = int(np.prod(shape, dtype=np.int64))
     if size <= most:
         yield (), 0, size

@@ -1,4 +1,6 @@
-"""Channels and the layouts of other programs: version directories (`weight_v`) become a channel, or are written from one."""
+"""Channels and the layouts of other programs: version directories (`weight_v`) become a channel, or are
+written from one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Between version directories (`version_dirs`) and channels: publish what they hold, or write them from a channel."""
+"""Between version directories (`version_dirs`) and channels: publish what they hold, or write them from a
+channel.
+"""
 
 from __future__ import annotations
 
@@ -46,14 +48,17 @@ _OPENING = {"opening": True}  # in it until the channel is open
 class Import:
     """Publishes each version of version directories to a channel, which any replica then follows.
 
-    The channel's versions are numbered from 1; `step` of each is the number of its directory. A tensor's checksum is what
-    proves a delta, and nothing proves a full version that has none: these directories have no digest of the whole model, no
-    writer's epoch and no signature. Memory: the model twice, and the tensors that a version changes once more.
+    The channel's versions are numbered from 1; `step` of each is the number of its directory. A tensor's
+    checksum is what proves a delta, and nothing proves a full version that has none: these directories have
+    no digest of the whole model, no writer's epoch and no signature. Memory: the model twice, and the tensors
+    that a version changes once more.
 
     Args:
         source: The version directories: a URL, a path or a store.
-        target: The channel: a URL, a path or a store. A used one is continued if it was made from the same directories.
-        base: The checkpoint that version 0 is, where the directories do not hold it: a directory, or a model on the Hub.
+        target: The channel: a URL, a path or a store. A used one is continued if it was made from the same
+            directories.
+        base: The checkpoint that version 0 is, where the directories do not hold it: a directory, or a model
+            on the Hub.
         **options: See `PublisherSettings`, but for `dtype`: all tensors keep their own.
 
     Raises:
@@ -79,11 +84,11 @@ class Import:
         self._publisher: Publisher | None = None
 
     def versions(self) -> Iterator[tuple[int, int]]:
-        """Publish the versions that the channel lacks, in order: yield the number of each, and that in the channel, when it
-        is visible there.
+        """Publish the versions that the channel lacks, in order: yield the number of each, and that in the
+        channel, when it is visible there.
 
-        A version that is unfinished, damaged or without its base is passed over if a later one has full weights. Otherwise
-        this ends before an unfinished version, and sets `unfinished`.
+        A version that is unfinished, damaged or without its base is passed over if a later one has full
+        weights. Otherwise this ends before an unfinished version, and sets `unfinished`.
 
         Raises:
             ChainError: a version is missing, or no full version precedes the first delta.
@@ -104,7 +109,8 @@ class Import:
         elif self.number < 0 and ready:
             if self._base is None:
                 raise ChainError(
-                    f"{self._dirs.url} holds no full version before version {min(ready)}. Name the checkpoint "
+                    f"{self._dirs.url} holds no full version before version {min(ready)}. Name the "
+                    "checkpoint "
                     "that the deltas begin with (--base)."
                 )
             self._open(initial=self._base)
@@ -134,13 +140,17 @@ class Import:
             yield self._publish(number, weights)
 
     def _open(self, **options: Any) -> None:
-        """Open the channel. Its source is noted before, so that a call after a kill knows the channel as its own."""
+        """Open the channel. Its source is noted before, so that a call after a kill knows the channel as its
+        own.
+        """
         if self._publisher is not None:
             return
         own = {"source": self._dirs.url}
         if not self._is_noted:
             self._target.put(_SOURCE, json.dumps(own | _OPENING).encode())
-        self._publisher = Publisher(self._target, dtype="keep", resume=self._is_ours, **options, **self._options)
+        self._publisher = Publisher(
+            self._target, dtype="keep", resume=self._is_ours, **options, **self._options
+        )
         self._target.put(_SOURCE, json.dumps(own).encode())
         self._is_noted = self._is_ours = True
 
@@ -154,7 +164,8 @@ class Import:
             return version.full()
         if version.base != self.number:
             raise ChainError(
-                f"{self._dirs.url} holds version {version.number}, a delta to version {version.base}, and the channel "
+                f"{self._dirs.url} holds version {version.number}, a delta to version {version.base}, and "
+                "the channel "
                 f"has version {self.number}. It goes on with the next full version."
             )
         return self._weights | version.delta(self._weights)
@@ -178,7 +189,8 @@ class Import:
         # A kill during the opening leaves no version. A channel that has one was opened by somebody else.
         if not self._is_noted or (is_opening and reader.newest_version() is not None):
             raise ChannelInUseError(
-                f"{self._target.url} holds a channel that was not made from {self._dirs.url}. Choose another target."
+                f"{self._target.url} holds a channel that was not made from {self._dirs.url}. Choose another "
+                "target."
             )
         self._is_ours = True
         replica = Replica(reader)
@@ -199,13 +211,15 @@ def _source(store: Store) -> Any:
 
 
 class Export:
-    """Writes version directories from a channel: the first version as a checkpoint, each later one as a delta.
+    """Writes version directories from a channel: the first version as a checkpoint, each later one as a
+    delta.
 
     Memory: the model twice.
 
     Args:
         reader: The channel.
-        target: Where the directories go: a URL, a path or a store. Later versions of the same run may be added.
+        target: Where the directories go: a URL, a path or a store. Later versions of the same run may be
+            added.
         encoding: `xor`, or `overwrite`, which can be applied twice.
         algorithm: The checksum: adler32, xxh3-128 or blake3. ModelExpress reads adler32 alone.
 
@@ -227,13 +241,15 @@ class Export:
         self._encoding, self._algorithm = encoding, algorithm
         self._replica = Replica(reader)
         self._weights = Weights()
-        self._forgotten: MissingVersionError | None = None  # why the next version has to be written with full weights
+        # why the next version has to be written with full weights
+        self._forgotten: MissingVersionError | None = None
         self._unfinished = set[int]()  # directories that calls wrote before they were killed
         self.number = -1
         """The newest version that was written; -1 before the first."""
 
     def versions(self, newest: int | None = None, first: int | None = None) -> Iterator[tuple[int, int]]:
-        """Write the versions of the channel that are not there: yield the number of each, and the bytes of its weights.
+        """Write the versions of the channel that are not there: yield the number of each, and the bytes of
+        its weights.
 
         Args:
             newest: The last version to write; by default the newest.
@@ -241,8 +257,8 @@ class Export:
 
         Raises:
             NotPublishedError: the channel has no version yet.
-            MissingVersionError: the last version cannot be read any more; those before it are there. After others that
-                cannot be read, the next one is written with full weights.
+            MissingVersionError: the last version cannot be read any more; those before it are there. After
+                others that cannot be read, the next one is written with full weights.
             ChannelInUseError: the target has version directories of something else.
         """
         newest = self._reader.numbered(newest).version.version if newest is not None else self._newest()
@@ -295,7 +311,8 @@ class Export:
                 return True
         if last is None or digest is None or self._replica.digest != digest:
             raise ChannelInUseError(
-                f"{self._dirs.url} holds version {max(numbers)}, which is not that of {self._reader.store.url}. "
+                f"{self._dirs.url} holds version {max(numbers)}, which is not that of "
+                f"{self._reader.store.url}. "
                 "Nothing was written; choose another target."
             )
         self._note(last.number)
@@ -303,7 +320,10 @@ class Export:
 
     def _note(self, number: int) -> Weights:
         """Keep a copy of the replica's weights, which change with each version."""
-        self.number, self._weights = number, {name: each.clone() for name, each in self._replica.state_dict().items()}
+        self.number, self._weights = (
+            number,
+            {name: each.clone() for name, each in self._replica.state_dict().items()},
+        )
         return self._weights
 
     def _full(self, number: int) -> int:
@@ -328,10 +348,13 @@ class Export:
         new = {name: tensors[name].clone() for name in tensors if before[name] != after[name]}
         file, data = "model-00001-of-00001.safetensors", b""
         if new:
-            sums = {name: version_dirs.checksum(self._algorithm, bytes_of(tensor)) for name, tensor in new.items()}
+            sums = {
+                name: version_dirs.checksum(self._algorithm, bytes_of(tensor)) for name, tensor in new.items()
+            }
             coded = {
                 name: torch.frombuffer(
-                    bytearray(version_dirs.encode(self._encoding, bytes_of(old[name]), bytes_of(tensor))), dtype=torch.uint8
+                    bytearray(version_dirs.encode(self._encoding, bytes_of(old[name]), bytes_of(tensor))),
+                    dtype=torch.uint8,
                 )
                 for name, tensor in new.items()
             }

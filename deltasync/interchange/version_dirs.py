@@ -1,12 +1,14 @@
-"""The layout `weight_v` of slime, miles, Stitch and ModelExpress: each version is a directory of whole or changed tensors.
+"""The layout `weight_v` of slime, miles, Stitch and ModelExpress: each version is a directory of whole or
+changed tensors.
 
     weight_v000007/model.safetensors.index.json          or v7/...
     weight_v000007/model-00000-of-00002.safetensors
 
-A full version is an ordinary checkpoint. The index of a delta names its encoding, and each tensor that changed is an entry
-of dtype U8, one zstd frame: its bytes, XORed with those of the version before (`xor`), or the positions of the bytes that
-changed and what these became (`overwrite`). The metadata of a weight file have the checksum of each tensor's new bytes.
-Sources: `docs/en/advanced/delta-weight-sync.md` of slime; `modelexpress_rl` 0.7.0 (canonical_delta).
+A full version is an ordinary checkpoint. The index of a delta names its encoding, and each tensor that
+changed is an entry of dtype U8, one zstd frame: its bytes, XORed with those of the version before (`xor`), or
+the positions of the bytes that changed and what these became (`overwrite`). The metadata of a weight file
+have the checksum of each tensor's new bytes. Sources: `docs/en/advanced/delta-weight-sync.md` of slime;
+`modelexpress_rl` 0.7.0 (canonical_delta).
 """
 
 from __future__ import annotations
@@ -26,7 +28,13 @@ import torch
 from deltasync.channel import anchors
 from deltasync.channel.anchors import INDEX
 from deltasync.codec.base import entries, read_metadata
-from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError, NotPublishedError
+from deltasync.errors import (
+    UNREADABLE_JSON,
+    ConfigError,
+    CorruptDataError,
+    ModelMismatchError,
+    NotPublishedError,
+)
 from deltasync.opening.ranges import RangedFile
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
@@ -91,7 +99,9 @@ class VersionDir(NamedTuple):
         weights, algorithm = Weights(), self.metadata.checksum_format
         for info, name, entry, data, wanted in self._entries():
             if entry[0] not in _NAMES:
-                raise ModelMismatchError(f"{info.key} holds {name} as {entry[0]}, which deltasync cannot publish.")
+                raise ModelMismatchError(
+                    f"{info.key} holds {name} as {entry[0]}, which deltasync cannot publish."
+                )
             data_B = np.frombuffer(data, np.uint8).copy()
             weights[name] = _tensor(data_B, TensorSpec(name, _NAMES[entry[0]], entry[1]))
             if algorithm is not None and wanted is not None:
@@ -103,7 +113,8 @@ class VersionDir(NamedTuple):
         return {name: self.store.read(info.key, _SMALL_BYTES, info) for name, info in self.others.items()}
 
     def delta(self, weights: Weights) -> Weights:
-        """Return the tensors that a delta changes, as it leaves them. `weights` are those of its base, and stay as they are.
+        """Return the tensors that a delta changes, as it leaves them. `weights` are those of its base, and
+        stay as they are.
 
         Raises:
             CorruptDataError: a file is malformed, or the result has another checksum than the file says.
@@ -112,7 +123,9 @@ class VersionDir(NamedTuple):
         new = Weights()
         for info, name, entry, data, wanted in self._entries():
             if name not in weights:
-                raise ModelMismatchError(f"{info.key} changes {name}, which the version before does not have.")
+                raise ModelMismatchError(
+                    f"{info.key} changes {name}, which the version before does not have."
+                )
             if entry[0] != "U8" or name in new or wanted is None or self.metadata.checksum_format is None:
                 raise CorruptDataError(f"{info.key} does not hold {name} once, as bytes with a checksum.")
             try:
@@ -123,11 +136,14 @@ class VersionDir(NamedTuple):
             new[name] = _tensor(new_B, spec_of(name, weights[name]))
         return new
 
-    def _entries(self) -> Iterator[tuple[ObjectInfo, str, tuple[str, tuple[int, ...]], memoryview, str | None]]:
+    def _entries(
+        self,
+    ) -> Iterator[tuple[ObjectInfo, str, tuple[str, tuple[int, ...]], memoryview, str | None]]:
         for info in self.files:
             data = memoryview(self.store.read(info.key, info.bytes, info))
             said = dict[str, str]()
-            with contextlib.suppress(CorruptDataError):  # full versions may lack metadata; `entries` says what else is wrong
+            # full versions may lack metadata; `entries` says what else is wrong
+            with contextlib.suppress(CorruptDataError):
                 said = read_metadata(data)
             for name, (dtype, shape, first, last) in entries(data, len(data)).items():
                 yield info, name, (dtype, shape), data[first:last], said.get(name)
@@ -136,7 +152,9 @@ class VersionDir(NamedTuple):
         found = checksum(algorithm, data_B)
         # fireworks-delta-compression writes the number in decimal
         if found != wanted and not (algorithm == "adler32" and str(int(found, 16)) == wanted):
-            raise CorruptDataError(f"{self.store.url}/{info.key} leads to other bits of {name} than its checksum is of.")
+            raise CorruptDataError(
+                f"{self.store.url}/{info.key} leads to other bits of {name} than its checksum is of."
+            )
 
 
 class Found(NamedTuple):
@@ -185,13 +203,19 @@ def _version(store: Store, number: int, folder: str, files: Mapping[str, ObjectI
         CorruptDataError: its index is malformed, or says something else than its directory or its files.
     """
     place = f"{store.url}/{folder}"
-    others = {name: info for name, info in files.items() if name != INDEX and not name.endswith(anchors.WEIGHTS)}
-    weights = {name: info for name, info in files.items() if name.endswith(".safetensors") and "/" not in name}
+    others = {
+        name: info for name, info in files.items() if name != INDEX and not name.endswith(anchors.WEIGHTS)
+    }
+    weights = {
+        name: info for name, info in files.items() if name.endswith(".safetensors") and "/" not in name
+    }
     if (info := files.get(INDEX)) is None:
         if weights.keys() == {_WHOLE} and _is_full(_header(store, weights[_WHOLE])):
             return VersionDir(store, number, None, _Metadata(), [*weights.values()], others, has_index=False)
         size = sum(info.bytes for info in files.values())
-        raise NotPublishedError(f"{place} is unfinished: it has {len(files)} files of {size:,} bytes, and no {INDEX}.")
+        raise NotPublishedError(
+            f"{place} is unfinished: it has {len(files)} files of {size:,} bytes, and no {INDEX}."
+        )
     try:
         index = msgspec.json.decode(store.read(info.key, _INDEX_BYTES, info), type=_Index)
     except UNREADABLE_JSON as error:
@@ -207,7 +231,8 @@ def _version(store: Store, number: int, folder: str, files: Mapping[str, ObjectI
     if metadata.delta_encoding is not None:
         if metadata.delta_encoding not in ENCODINGS or metadata.compression_format != "zstd":
             raise CorruptDataError(
-                f"{place} is encoded by {metadata.delta_encoding!r} and {metadata.compression_format!r}; deltasync reads "
+                f"{place} is encoded by {metadata.delta_encoding!r} and {metadata.compression_format!r}; "
+                "deltasync reads "
                 f"{' and '.join(ENCODINGS)} with zstd."
             )
         said, base = _number(metadata.version), _number(metadata.base_version)
@@ -219,7 +244,9 @@ def _version(store: Store, number: int, folder: str, files: Mapping[str, ObjectI
 
 
 def _compare(place: str, weight_map: Mapping[str, str], headers: Mapping[str, _Header]) -> None:
-    """Raise CorruptDataError unless each tensor of the index is in the file that it names, and each file's are in it."""
+    """Raise CorruptDataError unless each tensor of the index is in the file that it names, and each file's
+    are in it.
+    """
     for file, header in sorted(headers.items()):
         for name in header:
             if (named := weight_map.get(name)) is None:
@@ -232,9 +259,13 @@ def _compare(place: str, weight_map: Mapping[str, str], headers: Mapping[str, _H
 
 
 def _header(store: Store, info: ObjectInfo) -> _Header:
-    """Read the header of a weight file. Raises NotPublishedError while the file is shorter than its header says."""
+    """Read the header of a weight file. Raises NotPublishedError while the file is shorter than its header
+    says.
+    """
     try:
-        return entries(RangedFile(info.bytes, functools.partial(store.read_range, info.key)).header(), info.bytes)
+        return entries(
+            RangedFile(info.bytes, functools.partial(store.read_range, info.key)).header(), info.bytes
+        )
     except CorruptDataError as error:
         raise NotPublishedError(
             f"{store.url}/{info.key} is unfinished: its {info.bytes:,} bytes are not what its header says."
@@ -317,7 +348,10 @@ def _apply_overwrite(data: memoryview, old_B: np.ndarray) -> np.ndarray:
     return new_B
 
 
-_DECODERS: dict[str, Callable[[memoryview, np.ndarray], np.ndarray]] = {"xor": _apply_xor, "overwrite": _apply_overwrite}
+_DECODERS: dict[str, Callable[[memoryview, np.ndarray], np.ndarray]] = {
+    "xor": _apply_xor,
+    "overwrite": _apply_overwrite,
+}
 
 
 def encode(encoding: str, old_B: np.ndarray, new_B: np.ndarray) -> bytes:
@@ -333,5 +367,7 @@ def encode(encoding: str, old_B: np.ndarray, new_B: np.ndarray) -> bytes:
         if new_B.size >= 1 << 32:
             raise ConfigError("Tensors of 4 GiB and more have no `overwrite`; use the encoding xor.")
         at_K = np.flatnonzero(changed).astype("<u4")
-        changed = np.concatenate((np.array([at_K.size], "<u4").view(np.uint8), at_K.view(np.uint8), new_B[at_K]))
+        changed = np.concatenate(
+            (np.array([at_K.size], "<u4").view(np.uint8), at_K.view(np.uint8), new_B[at_K])
+        )
     return zstandard.ZstdCompressor(level=1).compress(changed)

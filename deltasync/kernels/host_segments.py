@@ -9,7 +9,9 @@ from deltasync.kernels.table import Rows, Table, Writes
 
 
 def prepare(of: Writes) -> None:
-    """See `SegmentKernels.prepare`. Positions in the vector are dropped: what is swapped has those in live memory."""
+    """See `SegmentKernels.prepare`. Positions in the vector are dropped: what is swapped has those in live
+    memory.
+    """
     if (extension := native.extension()) is None:
         torch_ops.prepare(of)
         return

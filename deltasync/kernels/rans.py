@@ -1,18 +1,20 @@
 """The streams of the entropy coder. `native` writes and reads them, and so does `reference` in plain Python.
 
-The changes of a block are one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540). To decode a symbol that
-owns the slots [start, start + freq) of 2**bits from the state x:
+The changes of a block are one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540). To decode a
+symbol that owns the slots [start, start + freq) of 2**bits from the state x:
 
-    slot = x mod 2**bits;  x = freq * (x >> bits) + slot - start;  if x < 2**32 and a word is left: x = x << 32 | next word
+    slot = x mod 2**bits;  x = freq * (x >> bits) + slot - start;  if x < 2**32 and a word is left: x = x <<
+    32 | next word
 
-The words of a stream are the initial state, its low half first (a state below 2**32 is one word), then the further words
-in the order of reading. After the last symbol x is 1 and no word is left, which a reader checks. Encoding does the inverse,
-from the last symbol to the first.
+The words of a stream are the initial state, its low half first (a state below 2**32 is one word), then the
+further words in the order of reading. After the last symbol x is 1 and no word is left, which a reader
+checks. Encoding does the inverse, from the last symbol to the first.
 
-A number (a gap or a step) is coded as a symbol by a static table of 2**12 slots, which gives its leading bits, and extra
-bits, each group of which is a uniform symbol. `docs/format.md`, section 10, is normative.
+A number (a gap or a step) is coded as a symbol by a static table of 2**12 slots, which gives its leading
+bits, and extra bits, each group of which is a uniform symbol. `docs/format.md`, section 10, is normative.
 
-Shapes: K changed elements, B blocks, C classes, T tables of S symbols: for each class that of gaps, then that of steps.
+Shapes: K changed elements, B blocks, C classes, T tables of S symbols: for each class that of gaps, then that
+of steps.
 """
 
 from __future__ import annotations
@@ -65,10 +67,12 @@ class Blocks(NamedTuple):
 
 
 class Classes(NamedTuple):
-    """The classes of groups of blocks. Those of a group are by descending level, equal ones by ascending values.
+    """The classes of groups of blocks. Those of a group are by descending level, equal ones by ascending
+    values.
 
     Attributes:
-        low_L, span_L: Which elements are of each class: those whose field is from `low_L` to `low_L + span_L`; uint8.
+        low_L, span_L: Which elements are of each class: those whose field is from `low_L` to `low_L +
+            span_L`; uint8.
         level_L: Its level, int64.
         bound_G: Number of each group's first class, and the number of all; int64.
     """
@@ -80,16 +84,25 @@ class Classes(NamedTuple):
 
     @classmethod
     def of(cls, groups: Sequence[np.ndarray]) -> Self:
-        """Return the classes of groups: lines of first value, last value and level, [C, 3], the values ascending."""
+        """Return the classes of groups: lines of first value, last value and level, [C, 3], the values
+        ascending.
+        """
         bound_G = np.cumsum([0, *map(len, groups)], dtype=np.int64)
-        ordered = [np.empty((0, 3), np.int64), *(line_C3[np.argsort(-line_C3[:, 2], kind="stable")] for line_C3 in groups)]
+        ordered = [
+            np.empty((0, 3), np.int64),
+            *(line_C3[np.argsort(-line_C3[:, 2], kind="stable")] for line_C3 in groups),
+        ]
         low_L, last_L, level_L = np.concatenate(ordered).T
-        return cls(low_L.astype(np.uint8), (last_L - low_L).astype(np.uint8), level_L.astype(np.int64), bound_G)
+        return cls(
+            low_L.astype(np.uint8), (last_L - low_L).astype(np.uint8), level_L.astype(np.int64), bound_G
+        )
 
     def group(self, number: int) -> Self:
         """Return the classes of one group."""
         here = slice(*self.bound_G[number : number + 2].tolist())
-        return type(self)(self.low_L[here], self.span_L[here], self.level_L[here], np.array([0, here.stop - here.start]))
+        return type(self)(
+            self.low_L[here], self.span_L[here], self.level_L[here], np.array([0, here.stop - here.start])
+        )
 
     @property
     def ratio_CC(self) -> np.ndarray:
@@ -97,20 +110,26 @@ class Classes(NamedTuple):
         return ratios(self.level_L)
 
     def by_value(self) -> np.ndarray:
-        """Return the number in its group of the class of each value of the field, uint8[G, 256]; 0 for values of none."""
+        """Return the number in its group of the class of each value of the field, uint8[G, 256]; 0 for values
+        of none.
+        """
         found_GE = np.zeros((self.bound_G.size - 1, 256), np.uint8)
         for class_E, (first, end) in zip(found_GE, itertools.pairwise(self.bound_G.tolist()), strict=True):
-            for c, (low, span) in enumerate(zip(*(each[first:end].tolist() for each in self[:2]), strict=True)):
+            for c, (low, span) in enumerate(
+                zip(*(each[first:end].tolist() for each in self[:2]), strict=True)
+            ):
                 class_E[low : low + span + 1] = c
         return found_GE
 
 
 Costs = tuple[float, float, float]
-"""The bits that a class costs beside its changes: its table of gaps; each symbol in its table of steps; and each element of
-its group, for the time that another class takes on both sides."""
+"""The bits that a class costs beside its changes: its table of gaps; each symbol in its table of steps; and
+each element of its group, for the time that another class takes on both sides."""
 
 
 def ratios(level_C: np.ndarray) -> np.ndarray:
-    """Return the ratios of the mean gaps of classes with these descending levels, int64[C, C]; 0 below the diagonal."""
+    """Return the ratios of the mean gaps of classes with these descending levels, int64[C, C]; 0 below the
+    diagonal.
+    """
     more_CC = level_C[:, None] - level_C
     return np.where(more_CC >= 0, RATIO[np.maximum(more_CC, 0)], 0)

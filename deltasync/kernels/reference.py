@@ -1,4 +1,5 @@
-"""The kernels in plain numpy, and the entropy coder in plain Python. Every other implementation must give the same results.
+"""The kernels in plain numpy, and the entropy coder in plain Python. Every other implementation must give the
+same results.
 
 They serve `native` where the extension is missing, which describes the arguments.
 """
@@ -14,8 +15,8 @@ import numpy as np
 from deltasync.kernels.rans import RATIO_BITS, STATE_MIN, TABLE_BITS, Blocks, Costs
 from deltasync.tensors import Sparse, Vector, index_dtype
 
-# Odd 64-bit constants: the golden ratio and two from Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
-# Generators" (OOPSLA 2014, splitmix64), and one more odd one for the value.
+# Odd 64-bit constants: the golden ratio and two from Steele, Lea and Flood, "Fast Splittable Pseudorandom
+# Number Generators" (OOPSLA 2014, splitmix64), and one more odd one for the value.
 INDEX_STEP = np.uint64(0x9E3779B97F4A7C15)
 VALUE_STEP = np.uint64(0xD1B54A32D192ED03)
 MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -23,7 +24,9 @@ MIX_2 = np.uint64(0x94D049BB133111EB)
 
 
 def cell_hash(key: int, index_K: np.ndarray, bits_K: np.ndarray) -> np.ndarray:
-    """Return a hash of each (index, bit pattern) under `key`, uint64[K]: splitmix64's finalizer of a linear combination."""
+    """Return a hash of each (index, bit pattern) under `key`, uint64[K]: splitmix64's finalizer of a linear
+    combination.
+    """
     with np.errstate(over="ignore"):
         z = np.uint64(key) + index_K.astype(np.uint64) * INDEX_STEP + bits_K.astype(np.uint64) * VALUE_STEP
         z = (z ^ (z >> np.uint64(30))) * MIX_1
@@ -38,7 +41,8 @@ def fingerprint(key: int, bits_N: np.ndarray) -> int:
 
 
 def diff(old_N: np.ndarray, new_N: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return flat indices (`index_dtype`, ascending) and steps (new minus old, modulo 2**width) of the changed elements.
+    """Return flat indices (`index_dtype`, ascending) and steps (new minus old, modulo 2**width) of the
+    changed elements.
 
     New elements are read once: whoever trains may write them meanwhile.
     """
@@ -72,7 +76,9 @@ def _gained(key: int, index_K: np.ndarray, old_K: np.ndarray, new_K: np.ndarray)
         return int((cell_hash(key, index_K, new_K) - cell_hash(key, index_K, old_K)).sum(dtype=np.uint64))
 
 
-def compare(row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray, gain_T: np.ndarray, above_T: np.ndarray) -> Sparse:
+def compare(
+    row_RF: np.ndarray, vector: Vector, bound_T2: np.ndarray, gain_T: np.ndarray, above_T: np.ndarray
+) -> Sparse:
     """Compare rows (`native.compare` with the position of each); `gain_T` and `above_T` are mutated."""
     found = [(np.empty(0, vector.index_dtype), np.empty(0, vector.bits_dtype))]
     for t, first, count, old, new, position in row_RF.tolist():
@@ -99,12 +105,17 @@ def add(
     gain_T: np.ndarray,
     above_T: np.ndarray,
 ) -> None:
-    """See `native.add`. A row: tensor, first change, behind the last, address of position 0, first position, end."""
+    """See `native.add`. A row: tensor, first change, behind the last, address of position 0, first position,
+    end.
+    """
     for _, low, high, _, first, last in row_RF.tolist():
         if ((at_K[low:high] < first) | (at_K[low:high] >= last)).any():
             raise ValueError("a position is outside of its tensor")
     for t, low, high, zero, first, last in row_RF.tolist():
-        bits_N, index_C = memory(zero + first * step_K.itemsize, last - first, step_K.itemsize), at_K[low:high] - first
+        bits_N, index_C = (
+            memory(zero + first * step_K.itemsize, last - first, step_K.itemsize),
+            at_K[low:high] - first,
+        )
         old_C = bits_N[index_C]
         if is_done:
             old_C -= step_K[low:high]
@@ -120,7 +131,9 @@ def add(
 
 
 def bucket(value: int) -> tuple[int, int, int]:
-    """Return symbol, extra bits and their value: below 16 the value itself, above it four buckets for each power of two."""
+    """Return symbol, extra bits and their value: below 16 the value itself, above it four buckets for each
+    power of two.
+    """
     if value < 16:
         return value, 0, 0
     exponent = value.bit_length() - 1
@@ -215,9 +228,11 @@ def _first_class(size_C: np.ndarray) -> int:
 def gaps(
     size_C: np.ndarray, place_K: np.ndarray, class_K: np.ndarray, ratio_CC: np.ndarray
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield for each change of a block the class in which the gap before it begins, the gap, and its own class.
+    """Yield for each change of a block the class in which the gap before it begins, the gap, and its own
+    class.
 
-    `place_K` are numbers among the elements of a class, `size_C` how many of these there are, ascending by class and number.
+    `place_K` are numbers among the elements of a class, `size_C` how many of these there are, ascending by
+    class and number.
     """
     begin, before, sizes = _first_class(size_C), -1, size_C.tolist()
     for place, c in zip(place_K.tolist(), class_K.tolist(), strict=True):
@@ -234,7 +249,9 @@ def _blocks(
     blocks: Blocks, at_K: np.ndarray, class_K: np.ndarray | None
 ) -> Iterator[tuple[slice, np.ndarray, np.ndarray, np.ndarray]]:
     """Yield the changes of each block, its sizes, the places of its changes and their classes."""
-    for (low, high), base, size_C in zip(itertools.pairwise(blocks.bound_B.tolist()), *blocks[:2], strict=True):
+    for (low, high), base, size_C in zip(
+        itertools.pairwise(blocks.bound_B.tolist()), *blocks[:2], strict=True
+    ):
         part = slice(low, high)
         classes = np.zeros(high - low, np.uint8) if class_K is None else class_K[part]
         yield part, size_C, at_K[part].astype(np.int64) - base, classes
@@ -252,9 +269,13 @@ def count(
     count_RTS: np.ndarray,
 ) -> None:
     """See `native.count_runs`; counts into the last array."""
-    for b, (part, size_C, place_K, classes) in enumerate(_blocks(Blocks(base_B, size_BC, bound_B), at_K, class_K)):
+    for b, (part, size_C, place_K, classes) in enumerate(
+        _blocks(Blocks(base_B, size_BC, bound_B), at_K, class_K)
+    ):
         count_TS = count_RTS[np.searchsorted(run_R, b, side="right") - 1]
-        for (begin, gap, c), step in zip(gaps(size_C, place_K, classes, ratio_CC), step_K[part].tolist(), strict=True):
+        for (begin, gap, c), step in zip(
+            gaps(size_C, place_K, classes, ratio_CC), step_K[part].tolist(), strict=True
+        ):
             count_TS[2 * begin, bucket(gap)[0]] += 1
             count_TS[2 * c + 1, bucket(zigzag(step, 8 * step_K.itemsize))[0]] += 1
 
@@ -271,22 +292,34 @@ def encode(
     streams = []
     for part, size_C, place_K, classes in _blocks(blocks, at_K, class_K):
         writer = Writer()
-        for (begin, gap, c), step in zip(gaps(size_C, place_K, classes, ratio_CC), step_K[part].tolist(), strict=True):
+        for (begin, gap, c), step in zip(
+            gaps(size_C, place_K, classes, ratio_CC), step_K[part].tolist(), strict=True
+        ):
             writer.number(gap, freq_TS[2 * begin])
             writer.number(zigzag(step, 8 * step_K.itemsize), freq_TS[2 * c + 1])
         streams.append(writer.words())
-    return np.concatenate([np.empty(0, np.uint32), *streams]), np.array([words.size for words in streams], np.int64)
+    return np.concatenate([np.empty(0, np.uint32), *streams]), np.array(
+        [words.size for words in streams], np.int64
+    )
 
 
 def read_block(
     words: np.ndarray, count: int, size_C: np.ndarray, width: int, freq_TS: np.ndarray, ratio_CC: np.ndarray
 ) -> list[tuple[int, int, int]]:
-    """Return the class, the place in it and the step of each change of a block. Raises ValueError if it is malformed."""
+    """Return the class, the place in it and the step of each change of a block. Raises ValueError if it is
+    malformed.
+    """
     if not count:
         if words.size:
             raise ValueError("words without changes")
         return []
-    reader, found, sizes, c, place = Reader(words), list[tuple[int, int, int]](), size_C.tolist(), _first_class(size_C), -1
+    reader, found, sizes, c, place = (
+        Reader(words),
+        list[tuple[int, int, int]](),
+        size_C.tolist(),
+        _first_class(size_C),
+        -1,
+    )
     for _ in range(count):
         gap = reader.number(freq_TS[2 * c])
         if gap < sizes[c] - place - 1:
@@ -326,9 +359,13 @@ def decode(
 ) -> bool:
     """See `native.decode`."""
     ratio_CC, bounds = np.full((1, 1), 1 << RATIO_BITS), itertools.pairwise(bound_B.tolist())
-    for (low, high), base, size_C, (start, end) in zip(bounds, base_B, size_BC, word_B2.tolist(), strict=True):
+    for (low, high), base, size_C, (start, end) in zip(
+        bounds, base_B, size_BC, word_B2.tolist(), strict=True
+    ):
         try:
-            found = read_block(words[start:end].view(np.uint32), high - low, size_C, step_K.itemsize, freq_TS, ratio_CC)
+            found = read_block(
+                words[start:end].view(np.uint32), high - low, size_C, step_K.itemsize, freq_TS, ratio_CC
+            )
         except ValueError:
             return False
         at_K[low:high] = [base + place for _, place, _ in found]
@@ -357,7 +394,9 @@ def rank(
     to_step_K: np.ndarray,
 ) -> None:
     """See `native.rank`; writes the last four arrays."""
-    for row_F, (low, high), size_C in zip(row_BF.tolist(), itertools.pairwise(bound_B.tolist()), size_BC, strict=True):
+    for row_F, (low, high), size_C in zip(
+        row_BF.tolist(), itertools.pairwise(bound_B.tolist()), size_BC, strict=True
+    ):
         if low == high:
             continue
         bits_N, at_N = _elements(row_F, step_K.itemsize)
@@ -398,7 +437,9 @@ def decode_classes(
         members = _members(bits_N, row_F, low_C, span_C)
         size_C = np.array([member.size for member in members])
         try:
-            found = read_block(words[start:end].view(np.uint32), high - low, size_C, step_K.itemsize, freq_TS, ratio_CC)
+            found = read_block(
+                words[start:end].view(np.uint32), high - low, size_C, step_K.itemsize, freq_TS, ratio_CC
+            )
         except ValueError:
             return False
         placed = sorted((int(members[c][place]), step) for c, place, step in found)
@@ -418,14 +459,22 @@ def survey(
     step_RES: np.ndarray,
 ) -> None:
     """See `native.survey`; counts all elements into the last arrays, whatever the period."""
-    for b, (row_F, (low, high)) in enumerate(zip(row_BF.tolist(), itertools.pairwise(bound_B.tolist()), strict=True)):
+    for b, (row_F, (low, high)) in enumerate(
+        zip(row_BF.tolist(), itertools.pairwise(bound_B.tolist()), strict=True)
+    ):
         r = np.searchsorted(run_R, b, side="right") - 1
         bits_N, at_N = _elements(row_F, step_K.itemsize)
         shift, mask = np.uint64(row_F[5]), np.uint64(row_F[6])
-        element_RE[r] += np.bincount((bits_N.astype(np.uint64) >> shift & mask).astype(np.int64), minlength=256)
+        element_RE[r] += np.bincount(
+            (bits_N.astype(np.uint64) >> shift & mask).astype(np.int64), minlength=256
+        )
         old_K = bits_N[np.searchsorted(at_N, at_K[low:high])] - step_K[low:high]
         symbols = [bucket(zigzag(step, 8 * step_K.itemsize))[0] for step in step_K[low:high].tolist()]
-        np.add.at(step_RES[r], ((old_K.astype(np.uint64) >> shift & mask).astype(np.int64), np.array(symbols, np.int64)), 1)
+        np.add.at(
+            step_RES[r],
+            ((old_K.astype(np.uint64) >> shift & mask).astype(np.int64), np.array(symbols, np.int64)),
+            1,
+        )
 
 
 def regroup(
@@ -514,7 +563,9 @@ def _fit(
 
 
 def _class_bits(element_C: np.ndarray, step_CS: np.ndarray, costs: Costs) -> np.ndarray:
-    """Estimate the bits that the changes of each class take, with their tables, but without the extra bits of steps."""
+    """Estimate the bits that the changes of each class take, with their tables, but without the extra bits of
+    steps.
+    """
     changed_C = step_CS.sum(axis=-1).astype(np.float64)
     bits_C = costs[0] + (costs[1] * (step_CS > 0) - _x_log_x(step_CS.astype(np.float64))).sum(axis=-1)
     element_C = np.maximum(element_C, changed_C)

@@ -1,8 +1,8 @@
 """Segments of live memory on a device, as a table in its memory, and changes that are written through it.
 
-A table is made once for a model: a line for each segment says where its live memory lies and how positions in the vector of
-`tensors.layout` translate to it. So the launches of a version do not depend on the number of segments, and nothing of the
-size of a segment's changes is computed on the host.
+A table is made once for a model: a line for each segment says where its live memory lies and how positions in
+the vector of `tensors.layout` translate to it. So the launches of a version do not depend on the number of
+segments, and nothing of the size of a segment's changes is computed on the host.
 
 S lines, R rows, K changes, V values to write. A row is the work of one program: `line << 32 | block`.
 """
@@ -20,21 +20,29 @@ from deltasync.errors import StageError
 from deltasync.tensors.fingerprint import MASK
 
 Values = tuple[np.ndarray, np.ndarray]
-"""Fingerprints of segments, or what is added to them: their numbers, int64, any of them several times, and uint64."""
+"""Fingerprints of segments, or what is added to them: their numbers, int64, any of them several times, and
+uint64.
+"""
 
 DEST, KEY, OFFSET, FIRST, SPAN, DIMS, COLUMNS = range(7)
-"""Columns of a line: address of the live memory; fingerprint key of the tensor; checkpoint index and position in the vector
-of the first element; elements of the live memory, gaps included; number of dimensions, 0 if the segment is one run."""
+"""Columns of a line: address of the live memory; fingerprint key of the tensor; checkpoint index and position
+in the vector of the first element; elements of the live memory, gaps included; number of dimensions, 0 if the
+segment is one run."""
 
 MOST_DIMS = 8
-"""Most dimensions of a line. It has a triple of each for writing, (checkpoint stride, size, live stride), the largest
-checkpoint stride first, and one for reading, (live stride, size, checkpoint stride), the largest live stride first."""
+"""Most dimensions of a line. It has a triple of each for writing, (checkpoint stride, size, live stride), the
+largest checkpoint stride first, and one for reading, (live stride, size, checkpoint stride), the largest live
+stride first."""
 
 LOW, COUNT, PLACE, WRITE_COLUMNS = range(4)
-"""Columns of what is written to a line: its first change, how many changes lie in its range, and where its values begin."""
+"""Columns of what is written to a line: its first change, how many changes lie in its range, and where its
+values begin.
+"""
 
 GAIN, CHECK, KEPT = range(3)
-"""Sums of each line: what its fingerprint gains; the checksum of old values; how many of its changes lie in the segment."""
+"""Sums of each line: what its fingerprint gains; the checksum of old values; how many of its changes lie in
+the segment.
+"""
 
 SCATTER_BLOCK, HOST_BLOCK = 256, 1 << 10
 """Most changes that a row writes, on a device and on the host."""
@@ -42,7 +50,9 @@ STREAM_BLOCK = 1 << 14
 """Most elements of a segment's memory that a row reads."""
 
 WRITTEN_AT_ONCE, READ_AT_ONCE = 1 << 21, 1 << 28
-"""Most elements of one launch outside of a commit's pause: 0.1 and 0.3 ms of a large GPU, some programs on each place."""
+"""Most elements of one launch outside of a commit's pause: 0.1 and 0.3 ms of a large GPU, some programs on
+each place.
+"""
 
 MOST_ELEMENTS = 1 << 31
 """Of a line, so that offsets in it have 32 bits. Larger segments take several."""
@@ -58,7 +68,8 @@ class Line:
         key: Fingerprint key of the tensor.
         dest: The live memory, flat, gaps included; a signed view.
         offset: Checkpoint index of the first element.
-        first, last: Positions in the vector of the first element and behind the last one; less than 2**32 apart.
+        first, last: Positions in the vector of the first element and behind the last one; less than 2**32
+            apart.
         layout: `Segment.layout()`: (live stride, size, checkpoint stride), the largest live stride first.
         part: The number of the fingerprint that it adds to.
     """
@@ -77,15 +88,21 @@ class Line:
         return self.layout in ((), ((1, self.dest.numel(), 1),))
 
     def runs(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return runs of consecutive checkpoint elements: first indices, int64[R], and bit patterns, [R, L]; on the host."""
+        """Return runs of consecutive checkpoint elements: first indices, int64[R], and bit patterns, [R, L];
+        on the host.
+        """
         order = sorted(self.layout, key=lambda dim: -dim[2])
         ends_in_run = bool(order) and order[-1][2] == 1
         start_R = np.full(1, self.offset, np.int64)
         for _, size, stride in order[: -1 if ends_in_run else None]:
             start_R = (start_R[:, None] + np.arange(size) * stride).reshape(-1)
-        held = self.dest.as_strided([size for _, size, _ in order], [live_stride for live_stride, *_ in order])
+        held = self.dest.as_strided(
+            [size for _, size, _ in order], [live_stride for live_stride, *_ in order]
+        )
         bits: np.ndarray = held.contiguous().numpy()
-        return start_R, bits.view(f"u{bits.itemsize}").reshape(start_R.size, order[-1][1] if ends_in_run else 1)
+        return start_R, bits.view(f"u{bits.itemsize}").reshape(
+            start_R.size, order[-1][1] if ends_in_run else 1
+        )
 
     @property
     def kind(self) -> tuple[bool, bool]:
@@ -111,12 +128,16 @@ class Rows:
 
 
 def at_once(rows: int, elements: int, most: int) -> int:
-    """Return how many rows one launch takes outside of a pause: launches depend on the elements, not on the segments."""
+    """Return how many rows one launch takes outside of a pause: launches depend on the elements, not on the
+    segments.
+    """
     return -(-rows // max(1, -(-elements // most))) or 1
 
 
 class SegmentKernels(Protocol):
-    """The kernels for live memory on a device. With Triton, any number of segments takes the same number of launches."""
+    """The kernels for live memory on a device. With Triton, any number of segments takes the same number of
+    launches.
+    """
 
     def prepare(self, of: Writes) -> None:
         """Turn steps into new bits, without writing live memory.
@@ -127,11 +148,14 @@ class SegmentKernels(Protocol):
     def swap(self, of: Writes) -> None:
         """Exchange values with live memory; a second call restores everything.
 
-        This may return once the kernel is launched. If it raises, live memory is unchanged, unless it raises CommitError.
+        This may return once the kernel is launched. If it raises, live memory is unchanged, unless it raises
+        CommitError.
         """
 
     def fingerprint(self, of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
-        """Sum the fingerprints of all elements of some lines into `gain_S`, int64 by line; those of others become 0."""
+        """Sum the fingerprints of all elements of some lines into `gain_S`, int64 by line; those of others
+        become 0.
+        """
 
     def warm_up(self, room: Room, dtype: torch.dtype) -> None:
         """Compile the kernels for signed views of this dtype, so that no commit waits for the compiler."""
@@ -152,7 +176,9 @@ class Room(Protocol):
         """Allocate bytes on the device."""
 
     def send(self, pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
-        """Copy arrays to the device, on the current stream; integers keep their lower bits. The arrays may be dropped."""
+        """Copy arrays to the device, on the current stream; integers keep their lower bits. The arrays may be
+        dropped.
+        """
 
 
 class Table:
@@ -166,7 +192,8 @@ class Table:
         lines: The segments; those of one kind follow each other.
         width: Bytes of an element.
         part_S: `Line.part` of each.
-        limit_L: The first and last positions of all lines, ascending, each once; `bounds` takes the changes below them.
+        limit_L: The first and last positions of all lines, ascending, each once; `bounds` takes the changes
+            below them.
         line_SC, dim_S2D3: The table, on the device.
         whole: The rows that read all of it.
         nbytes: Bytes on the device.
@@ -181,7 +208,9 @@ class Table:
         self._span_S = line_SC[:, SPAN]
         self.contiguous_S = line_SC[:, DIMS] == 0
         self._kinds = [line.kind for line in self.lines]
-        limit_2S = np.array([[line.first for line in self.lines], [line.last for line in self.lines]], np.int64)
+        limit_2S = np.array(
+            [[line.first for line in self.lines], [line.last for line in self.lines]], np.int64
+        )
         self.limit_L, place = np.unique(limit_2S, return_inverse=True)
         self._limit_2S = place.reshape(limit_2S.shape)
         self.room = room
@@ -195,7 +224,9 @@ class Table:
         to = self.empty((host.shape, torch.int64))[0]
         self.room.send([(host, to)])
         end_A = np.cumsum([array.size for array in arrays]).tolist()
-        return [to[end - array.size : end].view(array.shape) for end, array in zip(end_A, arrays, strict=True)]
+        return [
+            to[end - array.size : end].view(array.shape) for end, array in zip(end_A, arrays, strict=True)
+        ]
 
     def empty(self, *wanted: tuple[tuple[int, ...], torch.dtype]) -> list[torch.Tensor]:
         """Return new tensors on the device, of these shapes and dtypes, in one allocation."""
@@ -206,13 +237,17 @@ class Table:
         return [memory[start : start + size].view(dtype).view(shape) for start, size, (shape, dtype) in spans]
 
     def crossed(self, *arrays: tuple[np.ndarray, torch.dtype]) -> list[torch.Tensor]:
-        """Return copies on the device of host arrays of integers, which keep the lower bits that these dtypes have."""
+        """Return copies on the device of host arrays of integers, which keep the lower bits that these dtypes
+        have.
+        """
         found = self.empty(*((array.shape, dtype) for array, dtype in arrays))
         self.room.send((array, to) for (array, _), to in zip(arrays, found, strict=True))
         return found
 
     def bounds(self, below_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return how many changes are before each line and how many in its range, from those below each of `limit_L`."""
+        """Return how many changes are before each line and how many in its range, from those below each of
+        `limit_L`.
+        """
         low_S, high_S = below_L[self._limit_2S]
         return low_S, high_S - low_S
 
@@ -235,8 +270,8 @@ class Writes:
 
     Args:
         table: The table.
-        low_K: The lower 32 bits of positions in the vector, int32, on the device. Those of a line follow each other, each
-            once.
+        low_K: The lower 32 bits of positions in the vector, int32, on the device. Those of a line follow each
+            other, each once.
         step_K: New minus old bits, a signed view, on the device.
         low_S, count_S: The first change of each line, and how many there are in its range.
         mutates: Whether the values may take the place of `step_K`.
@@ -251,7 +286,8 @@ class Writes:
         nbytes: Bytes on the device, until the commit is confirmed.
         changed: Number of elements that are written, once it is prepared, as the next two.
         gains: Numbers of segments, and what each one's fingerprint gains by the first exchange.
-        check: What `found` returns after the first exchange, unless live memory was written since it was prepared.
+        check: What `found` returns after the first exchange, unless live memory was written since it was
+            prepared.
     """
 
     def __init__(
@@ -278,10 +314,14 @@ class Writes:
         self.at_once = at_once(row_R.size, int(count_S.sum()), WRITTEN_AT_ONCE)
         self.changed = self.check = 0
         self.gains: Values = np.empty(0, np.int64), np.empty(0, np.uint64)
-        self.nbytes = sum(each.nbytes for each in (low_K, self.value_V, self.write_SC, self.row_R, self.sum_3S))
+        self.nbytes = sum(
+            each.nbytes for each in (low_K, self.value_V, self.write_SC, self.row_R, self.sum_3S)
+        )
 
     def prepare(self) -> None:
-        """Turn steps into new bits, without writing live memory. Waits for the device. The steps are dropped."""
+        """Turn steps into new bits, without writing live memory. Waits for the device. The steps are
+        dropped.
+        """
         self.table.room.kernels.prepare(self)
         sum_3S = self.sum_3S.cpu().numpy()
         count_S = np.where(self.table.contiguous_S, self.write_SC_host[:, COUNT], sum_3S[KEPT])
@@ -290,12 +330,15 @@ class Writes:
         self.gains = self.table.part_S[self._touched], sum_3S[GAIN, self._touched].view(np.uint64)
 
     def exchange(self) -> None:
-        """Exchange all values; mutates live memory. Returns once it is launched. If it raises, nothing was exchanged."""
+        """Exchange all values; mutates live memory. Returns once it is launched. If it raises, nothing was
+        exchanged.
+        """
         self.table.room.kernels.swap(self)
 
     def found(self) -> int:
         """Return the checksum of what the last exchange found in live memory. Waits for the device."""
-        # Summed on the host: a device without free memory must not turn an exchange that has ended into an error.
+        # Summed on the host: a device without free memory must not turn an exchange that has ended into an
+        # error.
         return _total(self.sum_3S[CHECK].cpu().numpy())
 
 
@@ -306,12 +349,16 @@ def _total(sum_S: np.ndarray) -> int:
 def _rows(lines: np.ndarray, blocks_L: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return the rows of so many blocks of each line, int64[R], and where the rows of each line end."""
     end_L = np.cumsum(blocks_L)
-    row_R = np.repeat((lines << 32) - (end_L - blocks_L), blocks_L) + np.arange(end_L[-1] if end_L.size else 0)
+    row_R = np.repeat((lines << 32) - (end_L - blocks_L), blocks_L) + np.arange(
+        end_L[-1] if end_L.size else 0
+    )
     return row_R, end_L
 
 
 def _described(lines: Sequence[Line]) -> tuple[np.ndarray, np.ndarray]:
-    """Return the columns of these lines, int64[S, COLUMNS], and their dimensions, int64[S or 1, 2, MOST_DIMS, 3]."""
+    """Return the columns of these lines, int64[S, COLUMNS], and their dimensions, int64[S or 1, 2, MOST_DIMS,
+    3].
+    """
     line_SC = np.zeros((len(lines), COLUMNS), np.int64)
     strided = [number for number, line in enumerate(lines) if not line.is_contiguous]
     dims_S2D3 = np.zeros((len(lines) if strided else 1, 2, MOST_DIMS, 3), np.int64)

@@ -1,7 +1,7 @@
 """Prepare, swap, fingerprint and compare in torch operations, for devices that have no kernels of their own.
 
-torch adds and multiplies int64 modulo 2**64, so signed arithmetic gives the same bits as unsigned arithmetic in `reference`.
-Only shifts need a mask. Only the sums of fingerprints leave the device.
+torch adds and multiplies int64 modulo 2**64, so signed arithmetic gives the same bits as unsigned arithmetic
+in `reference`. Only shifts need a mask. Only the sums of fingerprints leave the device.
 """
 
 from __future__ import annotations
@@ -85,11 +85,13 @@ def swap(of: Writes) -> None:
         raise
 
 
-def _changes(of: Writes) -> Iterator[tuple[int, int, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]]:
+def _changes(
+    of: Writes,
+) -> Iterator[tuple[int, int, torch.Tensor | None, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield what is written to each line.
 
-    That is the line's number, its first change, which of its changes lie in the segment (None for all), the values of all of
-    them, and the positions in live memory and checkpoint indices of those in the segment.
+    That is the line's number, its first change, which of its changes lie in the segment (None for all), the
+    values of all of them, and the positions in live memory and checkpoint indices of those in the segment.
     """
     for number in np.flatnonzero(of.write_SC_host[:, table.COUNT]).tolist():
         line, (low, count, first) = of.table.lines[number], of.write_SC_host[number].tolist()
@@ -97,7 +99,9 @@ def _changes(of: Writes) -> Iterator[tuple[int, int, torch.Tensor | None, torch.
         place, to_K, rest = None, offset_K, offset_K
         if not line.is_contiguous:
             inside, to_K = torch.ones_like(offset_K, dtype=torch.bool), torch.zeros_like(offset_K)
-            for stride, size, live_stride in sorted(((s, n, live) for live, n, s in line.layout), reverse=True):
+            for stride, size, live_stride in sorted(
+                ((s, n, live) for live, n, s in line.layout), reverse=True
+            ):
                 coordinate = rest // stride
                 rest = rest - coordinate * stride
                 inside &= coordinate < size
@@ -119,7 +123,9 @@ def fingerprint(of: Table, rows: Rows, gain_S: torch.Tensor) -> None:
 
 
 def _index(line: Line, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the checkpoint indices of positions in a segment's memory, and whether an element lies there, not a gap."""
+    """Return the checkpoint indices of positions in a segment's memory, and whether an element lies there,
+    not a gap.
+    """
     index, rest, inside = torch.full_like(at, line.offset), at, at >= 0
     for live_stride, size, stride in line.layout:
         coordinate = rest // live_stride

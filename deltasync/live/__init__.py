@@ -6,4 +6,14 @@ from deltasync.live.memory import LiveMemory
 from deltasync.live.segments import Prints, Segment, Union, assemble, model_fingerprint
 from deltasync.live.staging import Staged
 
-__all__ = ["LiveMemory", "Prints", "Segment", "Staged", "Union", "assemble", "memory", "model_fingerprint", "segments"]
+__all__ = [
+    "LiveMemory",
+    "Prints",
+    "Segment",
+    "Staged",
+    "Union",
+    "assemble",
+    "memory",
+    "model_fingerprint",
+    "segments",
+]

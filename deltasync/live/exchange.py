@@ -1,4 +1,6 @@
-"""The exchange of whole segments with new bits, in a commit. Scattered elements are `kernels.table.Writes`."""
+"""The exchange of whole segments with new bits, in a commit. Scattered elements are
+`kernels.table.Writes`.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,16 @@ from deltasync.errors import undoing
 from deltasync.gpu.devices import Chunk
 
 Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""A view of live memory, its new bits on the host, and there its old ones if they are not made by exchanging; flat, in
-row-major order. All are mutated."""
+"""A view of live memory, its new bits on the host, and there its old ones if they are not made by exchanging;
+flat, in row-major order. All are mutated."""
 
 
 class Copy:
-    """An exchange of whole segments, piece by piece: its own undo log, as a second one brings the old values back.
+    """An exchange of whole segments, piece by piece: its own undo log, as a second one brings the old values
+    back.
 
-    In host memory new bits and old ones change places. On an accelerator, whose old bits were saved on the host before the
-    pause, new ones are written, and old ones the next time.
+    In host memory new bits and old ones change places. On an accelerator, whose old bits were saved on the
+    host before the pause, new ones are written, and old ones the next time.
 
     Args:
         pieces: The pieces.
@@ -35,7 +38,9 @@ class Copy:
         self.nbytes = room_B.nbytes
 
     def exchange(self) -> None:
-        """Exchange all pieces; mutates live memory. Raises CommitError if it failed and could not be undone."""
+        """Exchange all pieces; mutates live memory. Raises CommitError if it failed and could not be
+        undone.
+        """
         done = 0
         try:
             for done in range(len(self.pieces)):

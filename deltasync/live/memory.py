@@ -51,17 +51,18 @@ if TYPE_CHECKING:
 class LiveMemory:
     """Live weights in checkpoint coordinates: the whole model or a shard of it.
 
-    `segments` says where each tensor of the table lies, by a list that may be empty. The regions of all shards together
-    cover a tensor; two of them are equal or disjoint.
+    `segments` says where each tensor of the table lies, by a list that may be empty. The regions of all
+    shards together cover a tensor; two of them are equal or disjoint.
 
-    `ties` has tensors without a place of their own, each with the one that the engine computes with instead. They are read
-    there, and never written. So a version in which the two differ does not get its fingerprints.
+    `ties` has tensors without a place of their own, each with the one that the engine computes with instead.
+    They are read there, and never written. So a version in which the two differ does not get its
+    fingerprints.
 
     Attributes:
         regions: Which elements each segment holds, by tensor name.
         is_on_host: Whether any of them is in host memory.
-        parts: The fingerprint of each segment, uint64, in the order of `regions`, as of the last commit or `audit`; None
-            until the first `audit`.
+        parts: The fingerprint of each segment, uint64, in the order of `regions`, as of the last commit or
+            `audit`; None until the first `audit`.
     """
 
     def __init__(
@@ -97,14 +98,21 @@ class LiveMemory:
             StageError: this machine has too little memory.
         """
         model_bytes = weight_bytes(specs.values())
-        if hasattr(os, "sysconf") and model_bytes > (held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
-            raise StageError(f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory.")
+        if hasattr(os, "sysconf") and model_bytes > (
+            held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        ):
+            raise StageError(
+                f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory."
+            )
         try:
             tensors = {
-                name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu") for name, spec in specs.items()
+                name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
+                for name, spec in specs.items()
             }
         except RuntimeError:  # of torch's allocator, where the system promises no more than it has
-            raise StageError(f"The channel's tensors have {model_bytes:,} bytes, more than this machine has left.") from None
+            raise StageError(
+                f"The channel's tensors have {model_bytes:,} bytes, more than this machine has left."
+            ) from None
         segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in tensors.items()}
         return cls(specs, segments), tensors
 
@@ -120,7 +128,9 @@ class LiveMemory:
 
     @property
     def fingerprints(self) -> dict[str, int]:
-        """Fingerprint of every tensor if this memory holds the whole model, -1 where copies of its regions differ."""
+        """Fingerprint of every tensor if this memory holds the whole model, -1 where copies of its regions
+        differ.
+        """
         return {} if self.parts is None else self._union.of(self.parts).by_name(self._specs)
 
     def compare(self, staged: Staged, found: Prints | None = None) -> tuple[list[str], int]:
@@ -131,7 +141,8 @@ class LiveMemory:
             found: The fingerprints over all shards. By default this memory holds the whole model.
 
         Returns:
-            The tensors that have another fingerprint, and the model's fingerprint, -1 if copies of a region differ.
+            The tensors that have another fingerprint, and the model's fingerprint, -1 if copies of a region
+            differ.
         """
         assert staged.digests is not None
         prints = self._union.of(self.known_parts) if found is None else found
@@ -182,7 +193,9 @@ class LiveMemory:
         _ = self._union  # made here, because `compare` is called in a commit's pause
 
     def is_intact(self) -> bool:
-        """Whether the fingerprints of all segments are still `parts`, by every bit of live memory. Changes nothing."""
+        """Whether the fingerprints of all segments are still `parts`, by every bit of live memory. Changes
+        nothing.
+        """
         return bool((self._read_parts() == self.known_parts).all())
 
     def _read_parts(self) -> np.ndarray:
@@ -214,10 +227,14 @@ class LiveMemory:
         found = dict[int, list[Places]]()
         for width, vector in self._layout.vectors.items():
             by_device: dict[Device, list[Held]] = {}
-            for name, first, key in zip(vector.names, vector.first_T.tolist(), vector.key_T.tolist(), strict=False):
+            for name, first, key in zip(
+                vector.names, vector.first_T.tolist(), vector.key_T.tolist(), strict=False
+            ):
                 for part, segment in self._parts_of(name) if name in names else ():
                     if segment.live.numel():
-                        by_device.setdefault(self._device_of(segment.live), []).append(Held(part, key, first, segment))
+                        by_device.setdefault(self._device_of(segment.live), []).append(
+                            Held(part, key, first, segment)
+                        )
             found[width] = [Places(device, vector.first_T, held) for device, held in by_device.items()]
         return found
 
@@ -236,7 +253,10 @@ class LiveMemory:
 
         found = {}
         for width, vector in self._layout.vectors.items():
-            address_T, range_T2 = np.zeros((len(vector.specs),), np.int64), np.zeros((len(vector.specs), 2), np.int64)
+            address_T, range_T2 = (
+                np.zeros((len(vector.specs),), np.int64),
+                np.zeros((len(vector.specs), 2), np.int64),
+            )
             for t, spec in enumerate(vector.specs):
                 segments = self._segments.get(spec.name, ())
                 if spec.element_count:
@@ -253,18 +273,25 @@ class LiveMemory:
 
     def read(self, name: str) -> list[bytes]:
         """Return the bits of each segment of a tensor, in the order of its region's dimensions."""
-        held = ((each.live, sorted(range(each.live.ndim), key=lambda dim: -each.stride[dim])) for each in self._place(name))
+        held = (
+            (each.live, sorted(range(each.live.ndim), key=lambda dim: -each.stride[dim]))
+            for each in self._place(name)
+        )
         return [live.permute(order).contiguous().cpu().numpy().tobytes() for live, order in held]
 
     def differs(self, name: str, flat_N: torch.Tensor) -> bool:
-        """Whether any bit in live memory differs from those of a whole tensor, a signed view on any device."""
+        """Whether any bit in live memory differs from those of a whole tensor, a signed view on any
+        device.
+        """
         return any(staging.differs(self._device_of(held.live), held, flat_N) for held in self._place(name))
 
     def load(self, weights: Iterable[tuple[str, np.ndarray, int]]) -> None:
-        """Write full weights into host memory that nobody uses and that holds whole tensors, without a second copy.
+        """Write full weights into host memory that nobody uses and that holds whole tensors, without a second
+        copy.
 
-        `weights` has the name, the unsigned bit patterns of shape N and the fingerprint of each tensor. Mutates the live
-        weights and `parts`; if it raises, some of them are written, and `parts` may be incomplete.
+        `weights` has the name, the unsigned bit patterns of shape N and the fingerprint of each tensor.
+        Mutates the live weights and `parts`; if it raises, some of them are written, and `parts` may be
+        incomplete.
 
         Raises:
             FingerprintMismatchError: the bits do not have the fingerprint.
@@ -304,7 +331,8 @@ class LiveMemory:
             StageError: a tensor has no place in live memory, or its device has too little memory.
         """
         delta, fingerprints = changed
-        return self.stage_steps(delta.steps, fingerprints, getattr(delta, "ready", None))  # of a `DeviceDelta`
+        # of a `DeviceDelta`
+        return self.stage_steps(delta.steps, fingerprints, getattr(delta, "ready", None))
 
     def stage_steps(
         self,
@@ -328,20 +356,25 @@ class LiveMemory:
             if other in staged.fingerprints:
                 staged.fingerprints.setdefault(name, None)
         staged.digests = staging.digests_of(self._numbers, staged.fingerprints)
-        changed = {part for name in self.ties if name in staged.fingerprints for part, _ in self._parts_of(name)}
+        changed = {
+            part for name in self.ties if name in staged.fingerprints for part, _ in self._parts_of(name)
+        }
         for places in itertools.chain(*self._tied.values()):
             if parts := places.lines.keys() & changed:
                 staged.readouts.append(places.readout([*parts]))
 
     def stage_weights(self, weights: Iterable[tuple[str, np.ndarray, int | None]]) -> Staged:
-        """Translate whole tensors into writes: name, unsigned bit patterns of shape N, and the fingerprint or None.
+        """Translate whole tensors into writes: name, unsigned bit patterns of shape N, and the fingerprint or
+        None.
 
         Raises:
             StageError: as `stage`.
             FormatError, ChainError, StoreError: from fetching and decoding; live weights are untouched.
         """
         devices, staged = dict[Device, Staging](), Staged()
-        by_width = {(each.device, width): each for width, of_width in self._places.items() for each in of_width}
+        by_width = {
+            (each.device, width): each for width, of_width in self._places.items() for each in of_width
+        }
         for name, bits_N, expected in weights:
             for part, segment in self._parts_of(name) if name not in self.ties else ():
                 device = self._device_of(segment.live)
@@ -356,10 +389,11 @@ class LiveMemory:
         return staged
 
     def commit(self, staged: Staged) -> Staged:
-        """Write a staged version into live memory and update `parts`. Returns `staged`, which now holds the old values.
+        """Write a staged version into live memory and update `parts`. Returns `staged`, which now holds the
+        old values.
 
-        After return the new bits are live; compare their fingerprints with the staged ones before serving them. If it
-        raised, the old bits are live again, unless it raised CommitError.
+        After return the new bits are live; compare their fingerprints with the staged ones before serving
+        them. If it raised, the old bits are live again, unless it raised CommitError.
 
         Raises:
             CommitError: the write failed and so did undoing it.

@@ -1,7 +1,7 @@
 """Segments: where parts of checkpoint tensors lie in live memory.
 
-A replica on the host has one segment per tensor; in vLLM, each copy that its loader makes into a fused, stacked or sliced
-parameter is one (`deltasync.serve.load_plan`).
+A replica on the host has one segment per tensor; in vLLM, each copy that its loader makes into a fused,
+stacked or sliced parameter is one (`deltasync.serve.load_plan`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class Segment:
 
     Attributes:
         live: Signed-integer view of the live memory, any stride; writing to it writes the weights.
-        stride, offset: Where the same elements lie in the flat checkpoint tensor. Their shape is `live.shape`.
+        stride, offset: Where the same elements lie in the flat checkpoint tensor. Their shape is
+            `live.shape`.
     """
 
     live: torch.Tensor
@@ -51,8 +52,8 @@ class Segment:
     def layout(self) -> tuple[tuple[int, int, int], ...]:
         """Return (live stride, size, checkpoint stride) of each dimension, the largest live stride first.
 
-        Dimensions that continue each other in both memories are joined. A position in `flat()` divided by the live strides
-        in this order gives the coordinates.
+        Dimensions that continue each other in both memories are joined. A position in `flat()` divided by the
+        live strides in this order gives the coordinates.
 
         Raises:
             StageError: the live memory overlaps itself, so that a position has no unique coordinates.
@@ -88,8 +89,12 @@ class Segment:
         return flat_N.as_strided(self.live.shape, self.stride, self.offset)
 
     def flat(self) -> torch.Tensor:
-        """Return the live memory from the segment's first to its last element, gaps included, shape [span]."""
-        span = 1 + sum((size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True))
+        """Return the live memory from the segment's first to its last element, gaps included, shape
+        [span].
+        """
+        span = 1 + sum(
+            (size - 1) * stride for size, stride in zip(self.live.shape, self.live.stride(), strict=True)
+        )
         return self.live.as_strided((span if self.live.numel() else 0,), (1,))
 
 

@@ -1,8 +1,9 @@
 """STAGE: turn decoded changes into exchanges, on the device of the live memory that they change.
 
-Steps become new values at positions, through a table of segments that is made once for a model. Full weights are compared
-with live memory. Where little differs they become positions and values too; otherwise they stay on the host until the commit
-copies them, so that a device needs room for a few pieces and not for a second model.
+Steps become new values at positions, through a table of segments that is made once for a model. Full weights
+are compared with live memory. Where little differs they become positions and values too; otherwise they stay
+on the host until the commit copies them, so that a device needs room for a few pieces and not for a second
+model.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ _FEW = 8  # full weights are exchanged by elements if at most one in this many d
 
 
 Digests = tuple[np.ndarray, np.ndarray, np.ndarray]
-"""The fingerprints that a version says its tensors have: numbers of the tensors, in the order of the memory's table; the
-fingerprints, uint64; and whether the version says one, as only the model's is known otherwise."""
+"""The fingerprints that a version says its tensors have: numbers of the tensors, in the order of the memory's
+table; the fingerprints, uint64; and whether the version says one, as only the model's is known otherwise."""
 
 
 def digests_of(number: Mapping[str, int], fingerprints: Mapping[str, int | None]) -> Digests:
@@ -68,8 +69,8 @@ class Staged:
     Attributes:
         swaps, copies: Values to write; after the commit, the old values.
         readouts: Each returns the fingerprints of copied segments.
-        fingerprints: The fingerprint that each tensor of the version must have after the commit; None where only the
-            model's is known.
+        fingerprints: The fingerprint that each tensor of the version must have after the commit; None where
+            only the model's is known.
         digests: The same as arrays.
         before_P: After the commit, the fingerprint of each segment before it.
         scatter_s: Seconds during which the commit was writing live weights.
@@ -136,14 +137,18 @@ class Places:
     @staticmethod
     def _line(held: Held, piece: Segment) -> Line:
         last = held.first + region_end(piece.region())
-        return Line(held.key, piece.flat(), piece.offset, held.first + piece.offset, last, piece.layout(), held.part)
+        return Line(
+            held.key, piece.flat(), piece.offset, held.first + piece.offset, last, piece.layout(), held.part
+        )
 
     def fingerprints(self) -> Values:
         """Return the fingerprints of all segments, out of live memory."""
         return self._read(self.table.whole)
 
     def readout(self, parts: Sequence[int]) -> Callable[[], Values]:
-        """Return a function that reads the fingerprints of these segments. All that it needs is allocated now."""
+        """Return a function that reads the fingerprints of these segments. All that it needs is allocated
+        now.
+        """
         lines = np.array(sorted(line for part in parts for line in self.lines[part]), np.int64)
         with self.device.staging():
             rows = self.table.rows(lines)
@@ -159,11 +164,13 @@ class Places:
         """Whether each segment is a whole tensor, in its order."""
         return self._edge_L is not None and bool(self.table.contiguous_S.all())
 
-    def swap(self, steps: Sparse | DeviceSparse | Decoded, ready: torch.cuda.Event | None = None) -> Writes | None:
+    def swap(
+        self, steps: Sparse | DeviceSparse | Decoded, ready: torch.cuda.Event | None = None
+    ) -> Writes | None:
         """Return the exchange of what steps change in these segments, prepared; None for nothing.
 
-        `ready` is the event that steps on the device wait for. They are not mutated, but those of a decoder are: only its
-        caller has them.
+        `ready` is the event that steps on the device wait for. They are not mutated, but those of a decoder
+        are: only its caller has them.
         """
         table = self.table
         if isinstance(steps, DeviceSparse) and steps.low_K.device != self.device.device:
@@ -175,7 +182,10 @@ class Places:
                 low_K, step_K = steps.low_K.view(torch.int32), steps.step_K.view(table.dtype)
                 below_L = self._below(steps)
             elif self.device.is_host:
-                low_K, step_K = signed_view(steps.at_K.astype(np.int32, copy=False)), signed_view(steps.data_K)
+                low_K, step_K = (
+                    signed_view(steps.at_K.astype(np.int32, copy=False)),
+                    signed_view(steps.data_K),
+                )
                 mutates = False
                 below_L = count_below(steps.at_K, table.limit_L)
             else:
@@ -191,13 +201,18 @@ class Places:
     def _searched(self, at_K: np.ndarray, low_K: torch.Tensor) -> np.ndarray:
         """Return the same of positions on the host, whose lower halves are on the device and searched there.
 
-        Halves ascend from one multiple of 2**32 to the next. A search through the host's memory would take 10 ms.
+        Halves ascend from one multiple of 2**32 to the next. A search through the host's memory would take 10
+        ms.
         """
         limit_L = self.table.limit_L
         turn = count_below(at_K, np.arange(int(limit_L[-1] >> 32) + 1, dtype=np.int64) << 32)
         edges = np.append(turn, at_K.size)
-        low_L, high_L, wanted_L = self.table.sent(edges[limit_L >> 32], edges[(limit_L >> 32) + 1], limit_L & 0xFFFFFFFF)
-        found_L = search(low_K, low_L, high_L, at_K.size, lambda found_LP: (found_LP & 0xFFFFFFFF) < wanted_L[:, None])
+        low_L, high_L, wanted_L = self.table.sent(
+            edges[limit_L >> 32], edges[(limit_L >> 32) + 1], limit_L & 0xFFFFFFFF
+        )
+        found_L = search(
+            low_K, low_L, high_L, at_K.size, lambda found_LP: (found_LP & 0xFFFFFFFF) < wanted_L[:, None]
+        )
         below: np.ndarray = found_L.cpu().numpy()
         return below
 
@@ -223,8 +238,8 @@ class _Pinned(NamedTuple):
 class Staging:
     """Collects full weights for the memory of one device, and compares them with it there.
 
-    Threads copy them into pinned memory while those before cross; the host waits for the device once, in `finish`. In host
-    memory each segment is compared at once, and only copied where much of it differs.
+    Threads copy them into pinned memory while those before cross; the host waits for the device once, in
+    `finish`. In host memory each segment is compared at once, and only copied where much of it differs.
     """
 
     def __init__(self, device: Device) -> None:
@@ -235,15 +250,19 @@ class Staging:
         self._job: list[tuple[np.ndarray, np.ndarray]] = []
         self._job_bytes = self._compared = 0
         self._jobs: deque[tuple[Future[None], int]] = deque()  # and behind which piece each ends
-        self._counts: list[torch.Tensor] = []  # of differing elements, on the device, of `_COUNTS` pieces each
-        self._few: list[tuple[Places, int, int, Callable[[], Steps]]] = []  # the line, how many differ, and which
+        # of differing elements, on the device, of `_COUNTS` pieces each
+        self._counts: list[torch.Tensor] = []
+        # the line, how many differ, and which
+        self._few: list[tuple[Places, int, int, Callable[[], Steps]]] = []
         self._copied: list[tuple[Places, int, list[Piece]]] = []  # and the line
         if not device.is_host:
             with device.staging():
                 self._room = device.allocate(2 * _DEVICE_PIECE_BYTES).view(2, -1)
 
     def whole(self, places: Places, part: int, bits_N: np.ndarray) -> None:
-        """Add a whole tensor's new bits, of which a segment has a share. They must stay as they are until `finish`."""
+        """Add a whole tensor's new bits, of which a segment has a share. They must stay as they are until
+        `finish`.
+        """
         for line in places.lines[part]:
             segment = places.segments[line]
             if self._device.is_host:
@@ -259,14 +278,22 @@ class Staging:
 
     def _compare_here(self, places: Places, line: int, segment: Segment, bits_N: np.ndarray) -> None:
         whole = signed_view(np.require(bits_N, requirements="W"))  # torch takes no array that is read-only
-        new_N, old_N = (unsigned(view.contiguous().view(-1)) for view in (segment.source(whole), segment.live))
+        new_N, old_N = (
+            unsigned(view.contiguous().view(-1)) for view in (segment.source(whole), segment.live)
+        )
         at_K, step_K = native.diff(old_N, new_N)
         if at_K.size <= new_N.size // _FEW:
-            position_K = _positions(places.table.lines[line], segment, torch.from_numpy(at_K.astype(np.int64)))
-            self._few += [(places, line, at_K.size, lambda: (position_K, signed_view(step_K)))] if at_K.size else []
+            position_K = _positions(
+                places.table.lines[line], segment, torch.from_numpy(at_K.astype(np.int64))
+            )
+            self._few += (
+                [(places, line, at_K.size, lambda: (position_K, signed_view(step_K)))] if at_K.size else []
+            )
             return
         pieces, rows = segment.pieces(_HOST_PIECE_BYTES // places.table.width), torch.contiguous_format
-        held: list[Piece] = [(p.live, p.source(whole).clone(memory_format=rows).view(-1), None) for p in pieces]
+        held: list[Piece] = [
+            (p.live, p.source(whole).clone(memory_format=rows).view(-1), None) for p in pieces
+        ]
         self._copied.append((places, line, held))
 
     def _pinned(self, size_bytes: int) -> torch.Tensor:
@@ -316,7 +343,9 @@ class Staging:
             self._add_copies(staged)
 
     def _divide(self) -> None:
-        """Divide the pieces that crossed into those of which little differs, in each piece of a segment, and the others."""
+        """Divide the pieces that crossed into those of which little differs, in each piece of a segment, and
+        the others.
+        """
         counts = (each[: self._compared - at * _COUNTS].cpu().numpy() for at, each in enumerate(self._counts))
         count_P, few_bytes = np.concatenate([*counts, np.zeros(0, np.int64)]), 0
         parts = [piece.places.table.lines[piece.line].part for piece in self._pieces]
@@ -329,11 +358,15 @@ class Staging:
                 few_bytes += size_bytes
                 self._few += [(p.places, p.line, n, functools.partial(self._steps, p)) for p, n in counted]
             else:
-                self._copied += [(p.places, p.line, [(p.segment.live, p.new_N, self._saved(p))]) for p, _ in counted]
+                self._copied += [
+                    (p.places, p.line, [(p.segment.live, p.new_N, self._saved(p))]) for p, _ in counted
+                ]
 
     def _steps(self, piece: _Pinned) -> Steps:
         differs, came = self._differs(piece)
-        position_K = _positions(piece.places.table.lines[piece.line], piece.segment, differs.view(-1).nonzero().view(-1))
+        position_K = _positions(
+            piece.places.table.lines[piece.line], piece.segment, differs.view(-1).nonzero().view(-1)
+        )
         return position_K, came.masked_select(differs) - piece.segment.live.masked_select(differs)
 
     def _saved(self, piece: _Pinned) -> torch.Tensor:
@@ -401,7 +434,9 @@ def _source(piece: Segment, bits_N: np.ndarray) -> np.ndarray:
     strides = [stride * bits_N.itemsize for stride in piece.stride]
     if not piece.live.numel():
         return signed_N[:0]
-    return np.lib.stride_tricks.as_strided(signed_N[piece.offset :], tuple(piece.live.shape), strides, writeable=False)
+    return np.lib.stride_tricks.as_strided(
+        signed_N[piece.offset :], tuple(piece.live.shape), strides, writeable=False
+    )
 
 
 def _spans(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
@@ -414,7 +449,9 @@ def _spans(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def differs(device: Device, segment: Segment, whole: torch.Tensor) -> bool:
-    """Whether any bit of a segment differs from a whole tensor's, on any device; compared where the segment is."""
+    """Whether any bit of a segment differs from a whole tensor's, on any device; compared where the segment
+    is.
+    """
     if device.is_host:
         return not torch.equal(segment.source(whole).cpu(), segment.live)
     with device.staging():

@@ -1,10 +1,11 @@
 """Open a channel to write to it: find the end of the log, end it, and begin an epoch that goes on from there.
 
-Crash points where the store decides which writer wins (`seal`), for a log that ends with version v in epoch e:
+Crash points where the store decides which writer wins (`seal`), for a log that ends with version v in epoch
+e:
 
-    after the probe              nothing has changed
-    after the seal               the log of e has ended; replicas poll the new epoch, and so does whoever opens next
-    after the epoch's document   the same; v + 1 goes into its slot in the new epoch
+    after the probe              nothing has changed after the seal               the log of e has ended;
+    replicas poll the new epoch, and so does whoever opens next after the epoch's document   the same; v + 1
+    goes into its slot in the new epoch
 
 Where it does not (`lease`), the old writer stops once the new epoch's document, the claim, is there.
 """
@@ -82,30 +83,38 @@ def open_channel(
     lease: Lease | None = None,
     owner: str | None = None,
 ) -> Log:
-    """Open a channel to write to it. Return its log, which goes on from the newest version; the writer before is fenced.
+    """Open a channel to write to it. Return its log, which goes on from the newest version; the writer before
+    is fenced.
 
     Where the store does not decide, this waits for the `lease` to settle; if there is no
     channel yet, the log does.
 
     Raises:
-        ChannelInUseError: the channel holds a run, and `resume` is False and the owner another one, or the run has another
-            dtype.
+        ChannelInUseError: the channel holds a run, and `resume` is False and the owner another one, or the
+            run has another dtype.
         ConfigError: it is signed, and there is no `signer`.
         FencedError: another publisher opens it too.
-        StoreError: the store failed, or cannot hold the channel. A seal may be stored; whoever opens next goes on from it.
+        StoreError: the store failed, or cannot hold the channel. A seal may be stored; whoever opens next
+            goes on from it.
     """
     return _Opener(reader, settings, signer, Lease() if lease is None else lease, owner).open(resume)
 
 
 class _Opener:
     def __init__(
-        self, reader: ChannelReader, settings: PublisherSettings, signer: Signer | None, lease: Lease, owner: str | None
+        self,
+        reader: ChannelReader,
+        settings: PublisherSettings,
+        signer: Signer | None,
+        lease: Lease,
+        owner: str | None,
     ) -> None:
         self._reader, self._store = reader, reader.store
         self._settings = settings
         self._signer = signer
         self._lease, self._owner = lease, owner
-        self._foreign: dict[str, str] = {}  # why objects that are listed do not count, by key; empty once that was said
+        # why objects that are listed do not count, by key; empty once that was said
+        self._foreign: dict[str, str] = {}
 
     def open(self, resume: bool) -> Log:
         channel = self._retried(self._channel)
@@ -116,7 +125,8 @@ class _Opener:
             if self._retried(self._channel) is not None:
                 return self.open(resume)  # another publisher has created it meanwhile
             raise ChannelInUseError(
-                f"{self._store.url} holds versions, but its {keys.CHANNEL} is missing. Put it back from a copy of the "
+                f"{self._store.url} holds versions, but its {keys.CHANNEL} is missing. Put it back from a "
+                "copy of the "
                 "channel, or use another URL."
             )
         end = None if channel is None else self._end(channel, listed)
@@ -135,7 +145,9 @@ class _Opener:
         elif channel is not None and end is not None:
             tip, epoch = self._seal(channel, end, epochs)
             self._put_opening(run_id, epoch, tip)
-        logger.info("opened run=%s epoch=%s after=%s fencing=%s", run_id, epoch, tip, "seal" if seals else "lease")
+        logger.info(
+            "opened run=%s epoch=%s after=%s fencing=%s", run_id, epoch, tip, "seal" if seals else "lease"
+        )
         return Log(
             self._reader,
             self._signer,
@@ -153,7 +165,8 @@ class _Opener:
 
     def _channel(self) -> Channel | None:
         with contextlib.suppress(NotPublishedError):
-            return self._reader.read_channel_again()  # what is published to another run than the channel's nobody reads
+            # what is published to another run than the channel's nobody reads
+            return self._reader.read_channel_again()
         return None
 
     def _list(self) -> _Listed:
@@ -170,12 +183,14 @@ class _Opener:
         if not resume and (self._owner is None or channel.owner != self._owner):
             known = "" if self._owner is None else ", which this job has not begun"
             raise ChannelInUseError(
-                f"{self._store.url} already holds run {channel.run_id}{known}. Pass resume=True, beside the URL, to "
+                f"{self._store.url} already holds run {channel.run_id}{known}. Pass resume=True, beside the "
+                "URL, to "
                 "Publisher or DeltaSyncCallback to continue it, or use another URL."
             )
         if self._settings.dtype not in (AUTO, channel.dtype):
             raise ChannelInUseError(
-                f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}. Continue it in that "
+                f"Run {channel.run_id} is published in {channel.dtype}, not in {self._settings.dtype}. "
+                "Continue it in that "
                 f'dtype (dtype="{channel.dtype}" of Publisher, served_dtype="{channel.dtype}" of DeltaSyncCallback), or use '
                 "another URL."
             )
@@ -190,11 +205,13 @@ class _Opener:
             return True
         if channel is not None:
             raise ConfigError(
-                f"{self._store.url} was begun where the store decides which publisher may write, and here it does not, so "
+                f"{self._store.url} was begun where the store decides which publisher may write, and here it "
+                "does not, so "
                 "nothing may be written. Publish by the URL and through the servers that were used before."
             )
         logger.warning(
-            "%s does not decide which of two publishers may write, so this one waits %g s when it opens the channel and "
+            "%s does not decide which of two publishers may write, so this one waits %g s when it opens the "
+            "channel and "
             "looks for others before each version.",
             *(self._store.url, self._lease.settle_s),
         )
@@ -222,14 +239,21 @@ class _Opener:
             while (taken := self._put_seal(channel, end, epoch)) is not None:
                 if taken.epoch != end.epoch:
                     raise FencedError(
-                        f"Another publisher opens {self._store.url} too, as epoch {taken.epoch}. Run one of the two."
+                        f"Another publisher opens {self._store.url} too, as epoch {taken.epoch}. Run one of "
+                        "the two."
                     )
                 end = taken
             listed = self._list()
-            later = [(slot, info) for slot, info in listed.slots if slot.epoch == end.epoch and slot > end.next_slot]
+            later = [
+                (slot, info)
+                for slot, info in listed.slots
+                if slot.epoch == end.epoch and slot > end.next_slot
+            ]
             if not any(isinstance(self._found(slot, info), _End) for slot, info in later):
                 return end.version, epoch
-            logger.info("The seal of epoch %s took the place of a forgotten version and does not count.", end.epoch)
+            logger.info(
+                "The seal of epoch %s took the place of a forgotten version and does not count.", end.epoch
+            )
             end = self._end(channel, listed)
             epochs = self._epochs(channel, listed, end)
 
@@ -258,18 +282,26 @@ class _Opener:
             raise TransientStoreError(f"{slot.key} is there, but cannot be read.")
         if isinstance(taken, CorruptDataError):
             taken = self._damaged(slot, taken)
-            self._warn_of_foreign()  # if it is None: no writer can store anything there, so it ends the log as a seal does
+            # if it is None: no writer can store anything there, so it ends the log as a seal does
+            self._warn_of_foreign()
         return None if taken is None else self._as_stored(taken)
 
     def _end(self, channel: Channel, listed: _Listed, below: str | None = None) -> _End:
-        """Return the end of the log, of all epochs or of those before `below`. A listing may lie, lag or be cut."""
+        """Return the end of the log, of all epochs or of those before `below`. A listing may lie, lag or be
+        cut.
+        """
         end, known = self._listed_end(channel, listed, below), self._retried(self._known)
         newness = ("", 0) if end.version is None else end.version.slot.newness
         if known is not None and known.slot.newness > newness and (below is None or known.epoch < below):
-            logger.warning("A listing of %s does not show version %s, which head names.", self._store.url, known)
+            logger.warning(
+                "A listing of %s does not show version %s, which head names.", self._store.url, known
+            )
             end = _End(known, known.epoch)
-        epochs = sorted(epoch for epoch in self._epochs(channel, listed, end) if below is None or epoch < below)
-        while True:  # read on by keys alone, also where a later epoch has a document whose records were not listed
+        epochs = sorted(
+            epoch for epoch in self._epochs(channel, listed, end) if below is None or epoch < below
+        )
+        # read on by keys alone, also where a later epoch has a document whose records were not listed
+        while True:
             number = end.next_slot.version
             if number > keys.LARGEST_VERSION:
                 raise ChannelInUseError(
@@ -282,7 +314,9 @@ class _Opener:
             end = following
 
     def _as_stored(self, end: _End) -> _End:
-        """Return the end with the digest that its record has in two reads: a seal, an opening or one read may be wrong."""
+        """Return the end with the digest that its record has in two reads: a seal, an opening or one read may
+        be wrong.
+        """
         version = end.version
         if version is None or (self._reader.trusted is not None and version.epoch == end.epoch):
             return end
@@ -327,13 +361,16 @@ class _Opener:
             key, why = next(iter(new.items()))
             more = f", and {len(new) - 1:,} more" if len(new) > 1 else ""
             logger.warning(
-                "%s holds %s%s, which no publisher of this run has stored: %s. Nothing builds on it; delete it.",
+                "%s holds %s%s, which no publisher of this run has stored: %s. Nothing builds on it; delete "
+                "it.",
                 *(self._store.url, key, more, why.rstrip(".")),
             )
             self._foreign |= dict.fromkeys(new, "")
 
     def _listed_end(self, channel: Channel, listed: _Listed, below: str | None) -> _End:
-        """Return the end of the log as far as it was listed: the newest record that is this run's, readable or not."""
+        """Return the end of the log as far as it was listed: the newest record that is this run's, readable
+        or not.
+        """
         end, damaged = _End(None, channel.epoch), list[tuple[Slot, CorruptDataError]]()
         for slot, info in sorted(listed.slots, key=lambda pair: pair[0].newness, reverse=True):
             if below is not None and slot.epoch >= below:
@@ -347,7 +384,8 @@ class _Opener:
             damaged.append((slot, found))
             if len(damaged) > _MOST_FOREIGN:
                 raise ChannelInUseError(
-                    f"{self._store.url} has more than {_MOST_FOREIGN:,} newer objects under {keys.VERSIONS} that are no "
+                    f"{self._store.url} has more than {_MOST_FOREIGN:,} newer objects under {keys.VERSIONS} "
+                    "that are no "
                     f"records of this run, such as {slot.key}: {found} Nothing was written. Delete them."
                 )
         if damaged:
@@ -366,14 +404,22 @@ class _Opener:
     def _pass_damaged(self, end: _End, damaged: Sequence[tuple[Slot, CorruptDataError]]) -> _End:
         """Return the end where these newer records, ascending, cannot be read.
 
-        Versions that shortcuts lead to exist. In a signed channel a damaged record counts if its signature holds; in others
-        if it follows a version that exists, so that one object of a great number decides nothing.
+        Versions that shortcuts lead to exist. In a signed channel a damaged record counts if its signature
+        holds; in others if it follows a version that exists, so that one object of a great number decides
+        nothing.
         """
-        newest = max((found.version for found in self._shortcuts()), key=lambda version: version.slot.newness, default=None)
+        newest = max(
+            (found.version for found in self._shortcuts()),
+            key=lambda version: version.slot.newness,
+            default=None,
+        )
         if newest is not None and (end.version is None or newest.slot.newness > end.version.slot.newness):
             end = _End(newest, newest.epoch)
         head = self._retried(self._reader.head)
-        exist = {0 if end.version is None else end.version.version, *(() if head is None else (head.version,))}
+        exist = {
+            0 if end.version is None else end.version.version,
+            *(() if head is None else (head.version,)),
+        }
         if end.version is None and head is None:
             exist.add(damaged[0][0].version)
         for slot, error in damaged:
@@ -398,7 +444,9 @@ class _Opener:
         return self._damaged(slot, found) if isinstance(found, CorruptDataError) else found
 
     def _found(self, slot: Slot, known: ObjectInfo | None = None) -> _End | CorruptDataError | None:
-        """Return where the log ends if this is its last slot; None if it is empty, or why it cannot be read."""
+        """Return where the log ends if this is its last slot; None if it is empty, or why it cannot be
+        read.
+        """
         try:
             last = self._retried(lambda: self._reader.slot(slot, known), logging.DEBUG)
         except CorruptDataError as error:
@@ -409,7 +457,9 @@ class _Opener:
         return _End(last.version, slot.epoch) if following is None else _End(last.record.base, following)
 
     def _damaged(self, slot: Slot, error: CorruptDataError) -> _End | None:
-        """Return where the log ends if this is its last slot, which cannot be read; None if it is not this run's."""
+        """Return where the log ends if this is its last slot, which cannot be read; None if it is not this
+        run's.
+        """
         if self._reader.trusted is not None:
             try:
                 found = self._retried(lambda: self._document(slot), logging.DEBUG)
@@ -418,7 +468,9 @@ class _Opener:
                 return None
             if found.next_epoch is not None:
                 return _End(found.base, found.next_epoch)
-        return _End(VersionId(slot.version, slot.epoch, self._retried(lambda: self._digest(slot))), slot.epoch)
+        return _End(
+            VersionId(slot.version, slot.epoch, self._retried(lambda: self._digest(slot))), slot.epoch
+        )
 
     def _document(self, slot: Slot) -> Record:
         """Return the document of a record whose body is damaged, if a trusted key has signed it."""
@@ -426,7 +478,9 @@ class _Opener:
         return record.decode_document(data, len(data), slot.key, self._reader.trusted)
 
     def _digest(self, slot: Slot) -> str:
-        """Return the digest of a record that cannot be read; if it is too large, the digest of its beginning."""
+        """Return the digest of a record that cannot be read; if it is too large, the digest of its
+        beginning.
+        """
         most = self._reader.channel().most_bytes(slot.key)
         try:
             return sha256_hex(self._store.read(slot.key, most))

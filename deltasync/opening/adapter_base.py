@@ -1,4 +1,5 @@
-"""The base model of an adapter. The trainer publishes its fingerprints, and a server compares its own base with them.
+"""The base model of an adapter. The trainer publishes its fingerprints, and a server compares its own base
+with them.
 
 Weights are compared in bfloat16, because trainer or server may hold more bits than the other.
 """
@@ -30,7 +31,8 @@ class AdapterBase:
 
     Attributes:
         name: The directory or Hub model that the trainer loaded; shown to people only. Empty if unknown.
-        tensors: Fingerprint in bfloat16 of each tensor of floats that is not quantized, by its name in a checkpoint.
+        tensors: Fingerprint in bfloat16 of each tensor of floats that is not quantized, by its name in a
+            checkpoint.
     """
 
     name: Annotated[str, msgspec.Meta(max_length=4096)]
@@ -46,7 +48,8 @@ class AdapterBase:
                 quantized.append(key)
         if quantized:
             logger.warning(
-                "%d of the base model's %d tensors are quantized, so servers cannot compare them with their own: %s.",
+                "%d of the base model's %d tensors are quantized, so servers cannot compare them with their "
+                "own: %s.",
                 *(len(quantized), len(found), ", ".join(quantized[:3])),
             )
         return cls(name=name, tensors={key: digest for key, digest in found.items() if digest is not None})
@@ -78,4 +81,6 @@ def _fingerprint(name: str, tensor: torch.Tensor) -> str | None:
     # A wrapper subclass, such as torchao's, has the dtype of its values and no bits of its own.
     if not tensor.is_floating_point() or tensor.element_size() < 2 or is_wrapper(tensor):
         return None
-    return fingerprint.to_hex(native.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16"))))
+    return fingerprint.to_hex(
+        native.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16")))
+    )

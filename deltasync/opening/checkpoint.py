@@ -1,4 +1,6 @@
-"""Checkpoints outside the channel, to which an anchor may refer: a model on the Hugging Face Hub, or a directory."""
+"""Checkpoints outside the channel, to which an anchor may refer: a model on the Hugging Face Hub, or a
+directory.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ _FLOATS = ("bfloat16", "float16", "float32", "float64")
 
 
 class _Index(msgspec.Struct):
-    weight_map: dict[str, Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.=+-]*\.safetensors\Z")]]
+    weight_map: dict[
+        str, Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.=+-]*\.safetensors\Z")]
+    ]
 
 
 describe(_Index)
@@ -47,8 +51,8 @@ class Checkpoint:
     def read(self, specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, np.ndarray]]:
         """Read these tensors file by file: name, unsigned bit patterns of shape N, as they are served.
 
-        Floating-point tensors are rounded to the dtype of their spec, to nearest even. Raises ModelMismatchError if a tensor
-        is missing, or has another shape or dtype.
+        Floating-point tensors are rounded to the dtype of their spec, to nearest even. Raises
+        ModelMismatchError if a tensor is missing, or has another shape or dtype.
         """
         self._check_names(specs)
         for name, tensor in self.tensors(specs):
@@ -72,7 +76,11 @@ class Checkpoint:
                 spans.append((name, first, given[name].itemsize, *wanted[name]))
             for name, at, data in ranges.read_spans(file, spans):
                 piece = torch.frombuffer(bytearray(data), dtype=given[name])
-                yield name, at, bits_of(cast(piece, specs[name].dtype) if specs[name].dtype in _FLOATS else piece)
+                yield (
+                    name,
+                    at,
+                    bits_of(cast(piece, specs[name].dtype) if specs[name].dtype in _FLOATS else piece),
+                )
 
     def _check_names(self, specs: Mapping[str, TensorSpec]) -> None:
         if missing := sorted(name for name in specs if self._source(name) not in self.files):
@@ -91,8 +99,12 @@ class Checkpoint:
     def _source(self, name: str) -> str:
         return name if name in self.files else self.reference.tied.get(name, name)
 
-    def alike(self, specs: Mapping[str, TensorSpec], bits: Callable[[str], np.ndarray]) -> dict[str, list[str]]:
-        """For each tensor that the checkpoint lacks: the tensors it has that are the same bits in the model."""
+    def alike(
+        self, specs: Mapping[str, TensorSpec], bits: Callable[[str], np.ndarray]
+    ) -> dict[str, list[str]]:
+        """For each tensor that the checkpoint lacks: the tensors it has that are the same bits in the
+        model.
+        """
         return {
             name: [
                 other
@@ -109,18 +121,24 @@ class Checkpoint:
         served = cast(tensor, spec.dtype) if spec.dtype in _FLOATS else tensor
         found = str(served.dtype).removeprefix("torch."), tuple(served.shape)
         if found != (spec.dtype, spec.shape):
-            raise ModelMismatchError(f"{self.reference} has {spec.name} as {found[0]}{list(found[1])}, the model as {spec}.")
+            raise ModelMismatchError(
+                f"{self.reference} has {spec.name} as {found[0]}{list(found[1])}, the model as {spec}."
+            )
         return served
 
 
 def find(where: str | Path) -> Reference:
-    """Make a reference to a directory, or to a model on the Hub (`namespace/name[@revision]`) at its current commit."""
+    """Make a reference to a directory, or to a model on the Hub (`namespace/name[@revision]`) at its current
+    commit.
+    """
     if isinstance(where, Path) or Path(where).is_dir():
         return Reference(path=str(Path(where).absolute()))
     match = _REPO.fullmatch(where)
     if match is None:
         raise ConfigError(f"{where} is neither a directory nor a model on the Hub (namespace/name@revision).")
-    return Reference(repo=match["repo"], revision=_download(match["repo"], match["revision"], [_WEIGHTS, INDEX]).name)
+    return Reference(
+        repo=match["repo"], revision=_download(match["repo"], match["revision"], [_WEIGHTS, INDEX]).name
+    )
 
 
 def load(reference: Reference, limit_bytes: int | None = None, *, with_token: bool = True) -> Checkpoint:
@@ -128,8 +146,8 @@ def load(reference: Reference, limit_bytes: int | None = None, *, with_token: bo
 
     The path of a reference may also be one safetensors file.
 
-    `limit_bytes` is the most to download, None for no limit; `with_token` says whether the machine's token of the Hub may be
-    used. Raises ConfigError if the checkpoint does not exist, cannot be reached, or is larger.
+    `limit_bytes` is the most to download, None for no limit; `with_token` says whether the machine's token of
+    the Hub may be used. Raises ConfigError if the checkpoint does not exist, cannot be reached, or is larger.
     """
     bounds = limit_bytes, with_token
     if reference.path is not None and (file := Path(reference.path)).is_file():
@@ -167,7 +185,9 @@ def stamp(reference: Reference) -> tuple[tuple[str, int, int, int], ...] | None:
 
 
 def small_files(reference: Reference, limit_bytes: int | None = None, *, with_token: bool = True) -> Path:
-    """A directory with the config, tokenizer and templates of a checkpoint. Arguments and errors as of `load`."""
+    """A directory with the config, tokenizer and templates of a checkpoint. Arguments and errors as of
+    `load`.
+    """
     return _directory(reference, _SMALL, limit_bytes, with_token)
 
 
@@ -184,29 +204,46 @@ def _directory(
 
 
 def _download(
-    repo: str, revision: str | None, patterns: Sequence[str], limit_bytes: int | None = None, with_token: bool = True
+    repo: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    limit_bytes: int | None = None,
+    with_token: bool = True,
 ) -> Path:
     """Download files of a model into the Hub's cache; returns its folder there, whose name is the commit."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    wanted: dict[str, Any] = {"revision": revision, "allow_patterns": list(patterns), "token": None if with_token else False}
+    wanted: dict[str, Any] = {
+        "revision": revision,
+        "allow_patterns": list(patterns),
+        "token": None if with_token else False,
+    }
     try:
         if limit_bytes is not None:
             found = snapshot_download(repo, dry_run=True, **wanted)
             size = sum(file.file_size or 0 for file in found if file.will_download)
             if size > limit_bytes:
-                raise ConfigError(f"{repo}@{revision} has {size:,} bytes, and the channel's model at most {limit_bytes:,}.")
+                raise ConfigError(
+                    f"{repo}@{revision} has {size:,} bytes, and the channel's model at most {limit_bytes:,}."
+                )
         return Path(snapshot_download(repo, **wanted))
     except ConfigError:
         raise
     except Exception as error:  # of the Hub's client, of its HTTP client, or of the disk
-        # By itself the client falls back to its cache only for whole snapshots; `load` checks which files are there.
+        # By itself the client falls back to its cache only for whole snapshots; `load` checks which files are
+        # there.
         with contextlib.suppress(LocalEntryNotFoundError, HFValidationError):
             return Path(snapshot_download(repo, revision=revision, local_files_only=True))
         reason = " ".join(str(error).split())
-        hint = "" if with_token else " It was asked for without a token: set DELTASYNC_REFERENCE_REPOS if it needs one."
-        raise ConfigError(f"{repo}@{revision or 'main'} is neither on the Hub nor in its cache: {reason}{hint}") from error
+        hint = (
+            ""
+            if with_token
+            else " It was asked for without a token: set DELTASYNC_REFERENCE_REPOS if it needs one."
+        )
+        raise ConfigError(
+            f"{repo}@{revision or 'main'} is neither on the Hub nor in its cache: {reason}{hint}"
+        ) from error
 
 
 def _weight_map(path: Path) -> dict[str, str]:
@@ -223,7 +260,9 @@ def _opened(path: Path) -> Iterator[Any]:
         with safe_open(path, framework="pt") as tensors:
             yield tensors
     except (*LIBRARY_ERRORS, OSError) as error:
-        raise CorruptDataError(f"{path} is not a safetensors file with the tensors that it should have: {error}.") from error
+        raise CorruptDataError(
+            f"{path} is not a safetensors file with the tensors that it should have: {error}."
+        ) from error
 
 
 def first_five(names: Sequence[str]) -> str:

@@ -21,10 +21,11 @@ _MOST_BYTES = 1000
 
 
 def owner_of(owner: str | os.PathLike[str] | None) -> str | None:
-    """Return the id of an owner: the text itself, or what a file says, which is made with a random id if it is missing.
+    """Return the id of an owner: the text itself, or what a file says, which is made with a random id if it
+    is missing.
 
-    After return the file is on the disk. Several processes that make it at once may return different ids; then one of them
-    begins the channel, and the others are refused.
+    After return the file is on the disk. Several processes that make it at once may return different ids;
+    then one of them begins the channel, and the others are refused.
 
     Raises:
         ConfigError: it is no id, or the file cannot be read or made.
@@ -34,7 +35,8 @@ def owner_of(owner: str | os.PathLike[str] | None) -> str | None:
     if isinstance(owner, str):
         if _ID.fullmatch(owner) is None:
             raise ConfigError(
-                f"owner must be 1 to 100 letters, digits, '.', '_', ':' or '-', such as a job's id, not {owner!r:.99}. "
+                "owner must be 1 to 100 letters, digits, '.', '_', ':' or '-', such as a job's id, not "
+                f"{owner!r:.99}. "
                 "To keep a random id in a file, give its pathlib.Path."
             )
         return owner
@@ -45,7 +47,8 @@ def owner_of(owner: str | os.PathLike[str] | None) -> str | None:
         return _read(path) or _made(path)
     except OSError as error:
         raise ConfigError(
-            f"The owner's file {path} cannot be {'read' if path.exists() else 'made'}: {error.strerror or error}. Give a "
+            f"The owner's file {path} cannot be {'read' if path.exists() else 'made'}: "
+            f"{error.strerror or error}. Give a "
             "path that this process may write, or the id of the job as owner=."
         ) from error
 
@@ -61,7 +64,8 @@ def _read(path: Path) -> str | None:
         return text
     if text:
         raise ConfigError(
-            f"{path} holds no owner's id. Delete it if it is another program's, or give another path as owner=."
+            f"{path} holds no owner's id. Delete it if it is another program's, or give another path as "
+            "owner=."
         )
     return None
 

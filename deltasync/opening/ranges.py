@@ -1,7 +1,9 @@
-"""Ranges of the tensors in weight files, read piece by piece, so that memory does not grow with the largest tensor.
+"""Ranges of the tensors in weight files, read piece by piece, so that memory does not grow with the largest
+tensor.
 
-A rank of a sharded trainer needs a part of each tensor. It asks the store, or the disk, for these bytes only. They have no
-sha256; the ranks add up the fingerprints of their ranges, and compare the sum with that of the version.
+A rank of a sharded trainer needs a part of each tensor. It asks the store, or the disk, for these bytes only.
+They have no sha256; the ranks add up the fingerprints of their ranges, and compare the sum with that of the
+version.
 """
 
 from __future__ import annotations
@@ -25,11 +27,15 @@ Ranges = Mapping[str, tuple[int, int]]
 """The elements to read of each tensor: flat index of the first one, and of the one behind the last."""
 
 Piece = tuple[str, int, np.ndarray]
-"""A tensor's name, the flat index of the piece's first element, and its bits: unsigned, flat, perhaps read-only."""
+"""A tensor's name, the flat index of the piece's first element, and its bits: unsigned, flat, perhaps
+read-only.
+"""
 
 
 class RangedFile(NamedTuple):
-    """A safetensors file of `size` bytes, of which `read` returns ranges: from a first byte up to another one, excluded."""
+    """A safetensors file of `size` bytes, of which `read` returns ranges: from a first byte up to another
+    one, excluded.
+    """
 
     size: int
     read: Callable[[int, int], bytes]
@@ -55,7 +61,9 @@ class RangedFile(NamedTuple):
             raise CorruptDataError(f"{path} cannot be read: {error.strerror}.") from error
 
     def header(self) -> bytes:
-        """Return the first bytes of the file, with all of its header. Raise CorruptDataError if the header is too long."""
+        """Return the first bytes of the file, with all of its header. Raise CorruptDataError if the header is
+        too long.
+        """
         if self.size < 8:
             raise CorruptDataError("Not a safetensors file: it is too short.")
         data = self.read(0, min(self.size, _HEADER_BYTES))
@@ -65,12 +73,16 @@ class RangedFile(NamedTuple):
         return data if len(data) >= end else data + self.read(len(data), end)
 
 
-def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]]) -> Iterator[tuple[str, int, memoryview]]:
+def read_spans(
+    file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]]
+) -> Iterator[tuple[str, int, memoryview]]:
     """Read ranges of entries, in the order of the file: name, flat index of the first element, and the bytes.
 
-    `wanted` has name, first byte of the entry, bytes of an element, and the elements: the first, and behind the last.
+    `wanted` has name, first byte of the entry, bytes of an element, and the elements: the first, and behind
+    the last.
     """
-    spans = list[tuple[int, int, str, int]]()  # first byte, byte behind the last, tensor, flat index of the first element
+    # first byte, byte behind the last, tensor, flat index of the first element
+    spans = list[tuple[int, int, str, int]]()
     for name, start, width, first, last in wanted:
         step = limits.PIECE_BYTES // width
         for element in range(first, last, step):
@@ -92,7 +104,8 @@ def read_spans(file: RangedFile, wanted: Iterable[tuple[str, int, int, int, int]
 
 def read_weights(file: RangedFile, specs: Mapping[str, TensorSpec], ranges: Ranges) -> Iterator[str | Piece]:
     """Read ranges of a weight file: the name of each tensor that it holds, then the pieces."""
-    from deltasync.channel.anchors import contents  # imports torch, which commands that read headers do without
+    # imports torch, which commands that read headers do without
+    from deltasync.channel.anchors import contents
 
     wanted = list[tuple[str, int, int, int, int]]()
     for spec, first, _ in contents(file.header(), file.size, specs):

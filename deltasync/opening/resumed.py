@@ -49,7 +49,8 @@ class StepCheck:
     def __call__(
         self, step: int | None, shadow: Shadow | None, found: Difference | None, problem: BaseException | None
     ) -> None:
-        """Compare what a publish has `found`, beside the shadow, with each version of this step. Nothing is mutated.
+        """Compare what a publish has `found`, beside the shadow, with each version of this step. Nothing is
+        mutated.
 
         `problem` is what this rank's publish has failed with, None if it has not.
 
@@ -79,13 +80,19 @@ class StepCheck:
     def _tip(self) -> VersionId | None:
         return None if self._log is None else self._log.tip
 
-    def _differing(self, version: VersionId, shadow: Shadow, found: Difference, *, is_shadow: bool) -> dict[str, int] | None:
-        """Return how many elements of each tensor differ from a version, over all ranks; None if that cannot be read."""
+    def _differing(
+        self, version: VersionId, shadow: Shadow, found: Difference, *, is_shadow: bool
+    ) -> dict[str, int] | None:
+        """Return how many elements of each tensor differ from a version, over all ranks; None if that cannot
+        be read.
+        """
 
         def count() -> dict[str, int]:
             known: Mapping[str, np.ndarray] = shadow.bits
             if not is_shadow:
-                known = replayed(self._reader, shadow.ranges, plan.find_chain(self._reader, None, version), [])[0]
+                known = replayed(
+                    self._reader, shadow.ranges, plan.find_chain(self._reader, None, version), []
+                )[0]
             now, delta = shadow.bits, host_delta(shadow.layout, found.pieces)
             counts = dict[str, int]()
             for name, held_N in now.items():
@@ -96,7 +103,9 @@ class StepCheck:
 
         counts, problem = attempt(count)
         is_lost = isinstance(problem, _UNREADABLE)
-        shares = self._ranks.share(lambda: _given(counts, None if is_lost else problem), dict[str, int] | None)
+        shares = self._ranks.share(
+            lambda: _given(counts, None if is_lost else problem), dict[str, int] | None
+        )
         if any(share is None for share in shares):
             return None
         return {name: sum((share or {}).get(name, 0) for share in shares) for name in shadow.specs}
@@ -111,7 +120,8 @@ def _given(counts: dict[str, int] | None, problem: BaseException | None) -> dict
 def versions_at(reader: ChannelReader, tip: VersionId | None, step: int) -> list[tuple[VersionId, str]]:
     """Return the run's versions of a trainer's step with their fingerprints, newest first.
 
-    Within an epoch steps ascend, and it is searched by halves; a trainer that goes back to a checkpoint begins an epoch.
+    Within an epoch steps ascend, and it is searched by halves; a trainer that goes back to a checkpoint
+    begins an epoch.
     """
     listed, found = dict[str, list[tuple[Slot, ObjectInfo]]](), list[tuple[VersionId, str]]()
     for slot, info in reader.slots():
@@ -161,8 +171,10 @@ def _mismatch(
         more = f", and {len(differing) - len(named):,} more" if len(differing) > len(named) else ""
         where = f"{changed:,} of {total:,} elements differ ({changed / max(total, 1):.2%}), in {', '.join(named)}{more}"
     return ResumeMismatchError(
-        f"{url} has step {step} as version {version.version}, and the resumed trainer holds other weights at this step: "
-        f"{where}. Nothing was published. Look for weights that were not loaded from the checkpoint. If these weights are "
+        f"{url} has step {step} as version {version.version}, and the resumed trainer holds other weights at "
+        "this step: "
+        f"{where}. Nothing was published. Look for weights that were not loaded from the checkpoint. If "
+        "these weights are "
         'meant, go on with resume="overwrite".',
         step=step,
         version=version.version,

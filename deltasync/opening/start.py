@@ -1,4 +1,6 @@
-"""Start a publisher: check its arguments, read what its channel holds, and compare the first stream with that."""
+"""Start a publisher: check its arguments, read what its channel holds, and compare the first stream with
+that.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +83,13 @@ def check_arguments(
 
 
 def warn_of_growth(store: Store, retention: Retention) -> None:
-    """Log that a channel only grows, where nobody has chosen what to keep. One in memory ends with its process."""
+    """Log that a channel only grows, where nobody has chosen what to keep. One in memory ends with its
+    process.
+    """
     if retention.keep_last is None and not store.url.startswith("memory:"):
         logger.warning(
-            "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds it; "
+            "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds "
+            "it; "
             "docs/operations/cost.md has sizes.",
             store.url,
         )
@@ -118,7 +123,8 @@ def open_first(
     files: Mapping[str, bytes],
     owner: str | os.PathLike[str] | None = None,
 ) -> tuple[ChannelState, Log]:
-    """Open a channel to write to it, and find the chain to its newest version. Raises as `open_channel` and `owner_of`.
+    """Open a channel to write to it, and find the chain to its newest version. Raises as `open_channel` and
+    `owner_of`.
 
     The next version has full weights if `files`, beside them, change what an adapter's weights mean.
     """
@@ -131,12 +137,18 @@ def open_first(
             retried(lambda: reader.record(tip), READS - 1, passing=(CorruptDataError,))
             chain = [dataclasses.replace(stored, data=None) for stored in plan.find_chain(reader, None, tip)]
             if _has_other_adapter(chain[0], files):
-                logger.info("The adapter of version %s has another config or base. The next version has full weights.", tip)
+                logger.info(
+                    "The adapter of version %s has another config or base. The next version has full "
+                    "weights.",
+                    tip,
+                )
                 chain = []
         except (CorruptDataError, ChainError) as error:
             logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
     number = 0 if tip is None else tip.version
-    options = {name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()}
+    options = {
+        name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()
+    }
     if log.channel is not None:
         options["dtype"] = log.channel.dtype
     return ChannelState(
@@ -145,10 +157,14 @@ def open_first(
 
 
 def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool:
-    """Whether these files change the config or the base of an adapter, which replicas learn with full weights only."""
+    """Whether these files change the config or the base of an adapter, which replicas learn with full weights
+    only.
+    """
     anchor = stored.record.anchor
     known = (
-        {} if anchor is None else {file.key.removeprefix(f"{anchor.directory}/"): file.sha256 for file in anchor.model_files}
+        {}
+        if anchor is None
+        else {file.key.removeprefix(f"{anchor.directory}/"): file.sha256 for file in anchor.model_files}
     )
     changed = {name for name, data in files.items() if known.get(name) != documents.sha256_hex(data)}
     return ADAPTER_CONFIG in known and not changed.isdisjoint((ADAPTER_CONFIG, adapter_base.FILE))
@@ -177,7 +193,8 @@ def prove_writes(ranks: Ranks, store: Store, token: str) -> None:
         wrong = [other for other, holds in enumerate(found) if not holds]
         if wrong:
             raise ConfigError(
-                f"Rank 0 cannot read what {ranks_of(wrong).lower()} wrote to {store.url}. Use a directory that all hosts "
+                f"Rank 0 cannot read what {ranks_of(wrong).lower()} wrote to {store.url}. Use a directory "
+                "that all hosts "
                 "share, or an object store."
             )
 
@@ -198,12 +215,14 @@ class Start:
         ranks: The ranks.
         reader: The channel's.
         state: The state of the channel.
-        initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it is.
+        initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it
+            is.
 
     Attributes:
         channel: The channel's description, once a stream was compared.
         source: Reads the streams.
-        shadow: The bits of this rank's ranges: those of the version that is resumed, or of the reference, or of the stream.
+        shadow: The bits of this rank's ranges: those of the version that is resumed, or of the reference, or
+            of the stream.
         steps: The steps to that version, None if none is resumed.
         reference: The reference to the checkpoint that the first version is, if it is one.
 
@@ -211,9 +230,13 @@ class Start:
         ConfigError, CorruptDataError: a rank cannot load the checkpoint; then all raise.
     """
 
-    def __init__(self, ranks: Ranks, reader: ChannelReader, state: ChannelState, initial: str | Path | None) -> None:
+    def __init__(
+        self, ranks: Ranks, reader: ChannelReader, state: ChannelState, initial: str | Path | None
+    ) -> None:
         self.channel = state.channel
-        self.source = Source(ranks, state.settings.dtype, None if state.channel is None else state.channel.specs)
+        self.source = Source(
+            ranks, state.settings.dtype, None if state.channel is None else state.channel.specs
+        )
         self.shadow: Shadow | None = None
         self.steps: Steps | None = None
         self.reference: Reference | None = None
@@ -238,7 +261,8 @@ class Start:
         specs, ranges = source.specs, source.held[ranks.rank]
         if self.channel is None and ranks.rank == 0 and all(name.startswith("module.") for name in specs):
             logger.warning(
-                "All names begin with `module.`, as named_parameters() of DDP's wrapper gives them; a checkpoint's names do "
+                "All names begin with `module.`, as named_parameters() of DDP's wrapper gives them; a "
+                "checkpoint's names do "
                 "not. Publish the module itself, publisher.publish(model)."
             )
         self.channel = self.channel or _new_channel(specs, self._state.settings.dtype)
@@ -246,7 +270,9 @@ class Start:
         if shadow is None and self.initial is not None and may_refer:
             self.reference, shadow = _referred(ranks, self.initial, specs, parts, place)
         if shadow is None:
-            self.shadow = ranks.all(lambda: Shadow.of(specs, parts, place, source.devices, keep=source.are_copies))
+            self.shadow = ranks.all(
+                lambda: Shadow.of(specs, parts, place, source.devices, keep=source.are_copies)
+            )
             return Difference()
         self.shadow = known = shadow
         known.settle(source.devices)
@@ -257,8 +283,8 @@ class Start:
         return found
 
     def resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
-        """Read these ranges of the version to resume, once; set `shadow` and `steps`. Return the shadow, or None if there is
-        no such version, or if it cannot be read.
+        """Read these ranges of the version to resume, once; set `shadow` and `steps`. Return the shadow, or
+        None if there is no such version, or if it cannot be read.
         """
         if not self._resumes:
             return None
@@ -276,7 +302,9 @@ class Start:
         return self.shadow
 
     def _read(self, ranges: Mapping[str, Range]) -> tuple[Shadow, Steps]:
-        """Read the newest version, around objects that cannot be read. The caller checks the fingerprint over all ranks."""
+        """Read the newest version, around objects that cannot be read. The caller checks the fingerprint over
+        all ranks.
+        """
         chain, avoid = self._state.chain, dict[str, str]()
         while True:
             read: list[StoredRecord] = []
@@ -292,9 +320,13 @@ class Start:
 
 
 def replayed(
-    reader: ChannelReader, ranges: Mapping[str, Range], chain: Sequence[StoredRecord], read: list[StoredRecord]
+    reader: ChannelReader,
+    ranges: Mapping[str, Range],
+    chain: Sequence[StoredRecord],
+    read: list[StoredRecord],
 ) -> tuple[dict[str, np.ndarray], Steps]:
-    """Return the bits of these ranges that a chain leads to, and the steps from the full weights of its first record.
+    """Return the bits of these ranges that a chain leads to, and the steps from the full weights of its first
+    record.
 
     Appends each record to `read` before it is read.
 
@@ -356,9 +388,14 @@ def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:
 
 
 def _referred(
-    ranks: Ranks, initial: Checkpoint, specs: Mapping[str, TensorSpec], parts: Mapping[str, TensorRange], place: str
+    ranks: Ranks,
+    initial: Checkpoint,
+    specs: Mapping[str, TensorSpec],
+    parts: Mapping[str, TensorRange],
+    place: str,
 ) -> tuple[Reference, Shadow]:
-    """Return a reference to a checkpoint of a model, of which this rank has these parts, and a shadow with its bits.
+    """Return a reference to a checkpoint of a model, of which this rank has these parts, and a shadow with
+    its bits.
 
     Raises:
         ModelMismatchError, CorruptDataError: as `Checkpoint.ranges`; then all ranks raise.

@@ -1,8 +1,8 @@
-"""Maintain a channel: `gc`, `check` and `repair`, `copy`, `Relay`, `export`, `write_compaction`; and what a trainer adds
-beside its versions (`compactor`). The command line and the dashboard are rooms in this one.
+"""Maintain a channel: `gc`, `check` and `repair`, `copy`, `Relay`, `export`, `write_compaction`; and what a
+trainer adds beside its versions (`compactor`). The command line and the dashboard are rooms in this one.
 
-Each function has a `ChannelReader` as its first argument and reports its progress (`reporting`). The names are imported on
-first use, so that functions that only read documents do not need torch.
+Each function has a `ChannelReader` as its first argument and reports its progress (`reporting`). The names
+are imported on first use, so that functions that only read documents do not need torch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,16 @@ _HOME = {
     **dict.fromkeys(("Repair", "repair", "source_of"), "repairs"),
     **dict.fromkeys(("Collected", "KeepPolicy", "RetentionPlan", "gc", "lineage"), "retention"),
     **dict.fromkeys(
-        ("digests", "exists", "identities", "in_parallel", "progressed", "reporting", "result_or_error", "scan_channel"),
+        (
+            "digests",
+            "exists",
+            "identities",
+            "in_parallel",
+            "progressed",
+            "reporting",
+            "result_or_error",
+            "scan_channel",
+        ),
         "scan",
     ),
 }

@@ -47,8 +47,8 @@ _CLOCK_S = 1.0  # stores give whole seconds
 class Damage:
     """One object that is missing or damaged, or does not give the bits that it names.
 
-    `sha256` is the digest that other documents give for it, if any; `of` is the record or compaction that is unusable
-    because of it.
+    `sha256` is the digest that other documents give for it, if any; `of` is the record or compaction that is
+    unusable because of it.
     """
 
     key: str
@@ -68,12 +68,16 @@ class Report:
     compactions: int
     data_bytes: int  # size of all records, compactions, parts and anchors
     publishing: int  # number of files that no document names yet, but that their author may still name
-    garbage_objects: int  # files that no document names, and unfinished ones; `gc` deletes them when they are old
+    # files that no document names, and unfinished ones; `gc` deletes them when they are old
+    garbage_objects: int
     garbage_bytes: int
     unreachable: list[int]
-    orphans: list[str]  # keys of versions that the newest one does not descend from: their publishers had been succeeded
-    proven: list[int] | None  # versions whose replayed bits have the published fingerprints; None if data was not read
-    unproven: list[int]  # all other versions, if data was read. They, or versions that they build on, are damaged.
+    # keys of versions that the newest one does not descend from: their publishers had been succeeded
+    orphans: list[str]
+    # versions whose replayed bits have the published fingerprints; None if data was not read
+    proven: list[int] | None
+    # all other versions, if data was read. They, or versions that they build on, are damaged.
+    unproven: list[int]
 
     @property
     def exit_code(self) -> int:
@@ -84,10 +88,11 @@ class Report:
 def check(reader: ChannelReader, *, read_data: bool = False) -> Report:
     """Compare a channel's objects with its records.
 
-    Records, seals and compactions must be whole, of one run, and have the digests that others name. Every version must be
-    reachable. Every named file must be listed with its size. With `read_data` every file is also read, and every version,
-    anchor and compaction is applied to weights in host memory, to compare each sha256 and each fingerprint. Without a
-    readable channel.json nothing can be checked, and its error is raised.
+    Records, seals and compactions must be whole, of one run, and have the digests that others name. Every
+    version must be reachable. Every named file must be listed with its size. With `read_data` every file is
+    also read, and every version, anchor and compaction is applied to weights in host memory, to compare each
+    sha256 and each fingerprint. Without a readable channel.json nothing can be checked, and its error is
+    raised.
     """
     inspection = Inspection(reader)
     if read_data:
@@ -127,7 +132,9 @@ class Inspection:
                 size = self._sizes.get(file.key)
                 if size is None:
                     check_listing(reader, [file.key] if file.bytes else [])
-                    missing = MissingVersionError(f"{file.key}, which {stored.key} names, is not in the store.")
+                    missing = MissingVersionError(
+                        f"{file.key}, which {stored.key} names, is not in the store."
+                    )
                     self.add_damage(file.key, missing, file.sha256, stored.key)
                 elif size != file.bytes:
                     wrong = f"{file.key} has {size} bytes, not {file.bytes} as {stored.key} says."
@@ -144,15 +151,21 @@ class Inspection:
 
     def documents(self) -> dict[Slot, Record | None]:
         """The documents of records, None for damaged ones."""
-        return {slot: self.records[slot].record if slot in self.records else None for slot in self._held.records}
+        return {
+            slot: self.records[slot].record if slot in self.records else None for slot in self._held.records
+        }
 
     @functools.cached_property
     def lineage(self) -> list[Slot]:
         """The newest version and its ancestors, newest first, damaged ones included."""
         return lineage(self.documents())
 
-    def add_damage(self, key: str, problem: DeltaSyncError | str, sha256: str | None = None, of: str | None = None) -> None:
-        """Record the first problem of an object. A text becomes a CorruptDataError; `of` defaults to the object itself."""
+    def add_damage(
+        self, key: str, problem: DeltaSyncError | str, sha256: str | None = None, of: str | None = None
+    ) -> None:
+        """Record the first problem of an object. A text becomes a CorruptDataError; `of` defaults to the
+        object itself.
+        """
         error = CorruptDataError(problem) if isinstance(problem, str) else problem
         self.damages.setdefault(key, Damage(key, sha256, of or key, error))
 
@@ -161,7 +174,8 @@ class Inspection:
         channel = self.reader.channel()
         try:
             found = documents.decode(self.reader.store.read(key, limits.SMALL_BYTES), kind, key)
-            # An epoch before the channel's first: its writer died before it created the channel, and another writer did.
+            # An epoch before the channel's first: its writer died before it created the channel, and another
+            # writer did.
             claimed = isinstance(found, EpochDocument) and found.epoch < channel.epoch
             if found.run_id != channel.run_id and not claimed:
                 raise CorruptDataError(f"{key} belongs to run {found.run_id}.")
@@ -171,7 +185,9 @@ class Inspection:
             pass
 
     def _check_head(self, newest: VersionId) -> None:
-        """Check that head names no missing newest record. Head may lag, and gives the digest of a missing record."""
+        """Check that head names no missing newest record. Head may lag, and gives the digest of a missing
+        record.
+        """
         stored = self.records.get(newest.slot)
         if stored is None:
             self._digests[newest.slot] = newest.sha256
@@ -180,24 +196,32 @@ class Inspection:
                 problem = MissingVersionError(f"{newest.key}, which {keys.HEAD} names, is not in the store.")
                 self.add_damage(newest.key, problem, newest.sha256)
         elif stored.sha256 != newest.sha256:
-            self.add_damage(keys.HEAD, f"{keys.HEAD} has another digest for version {newest.version} than its record.")
+            self.add_damage(
+                keys.HEAD, f"{keys.HEAD} has another digest for version {newest.version} than its record."
+            )
 
     def _check_digests(self, epochs: set[str]) -> None:
         for slot, sha256 in self._digests.items():
             stored = self.records.get(slot)
             if stored is not None and stored.sha256 != sha256:
-                self.add_damage(slot.key, f"{slot.key}: SHA-256 mismatch with the records that name it.", sha256)
+                self.add_damage(
+                    slot.key, f"{slot.key}: SHA-256 mismatch with the records that name it.", sha256
+                )
                 del self.records[slot]
         for key, stored in self.shortcuts.items():
             for end in (stored.version, stored.base):
                 if end is not None and self._digests[end.slot] != end.sha256:
-                    self.add_damage(key, f"{key} has another digest for version {end.version} than its record.")
+                    self.add_damage(
+                        key, f"{key} has another digest for version {end.version} than its record."
+                    )
         for slot, stored in self.records.items():
             base, following = stored.record.base, stored.record.next_epoch
             if following is None:
                 continue
             if base is not None and self._digests[base.slot] != base.sha256:
-                self.add_damage(slot.key, f"{slot.key} has another digest for version {base.version} than its record.")
+                self.add_damage(
+                    slot.key, f"{slot.key} has another digest for version {base.version} than its record."
+                )
             elif following not in epochs and max(epochs) > slot.epoch:  # else the epoch is about to be opened
                 self.add_damage(slot.key, f"{slot.key} names an epoch that does not exist.")
 
@@ -213,20 +237,27 @@ class Inspection:
                 self.add_damage(file.key, found, file.sha256, stored.key)
 
     def usable(self, stored: StoredRecord) -> bool:
-        """Whether the record or compaction and its payload files are undamaged, as far as they were checked."""
-        return not any(key in self.damages for key in (stored.key, *(file.key for file in stored.record.payload_files)))
+        """Whether the record or compaction and its payload files are undamaged, as far as they were
+        checked.
+        """
+        return not any(
+            key in self.damages for key in (stored.key, *(file.key for file in stored.record.payload_files))
+        )
 
     def reachable(self, start: Iterable[Slot] = (), anchors: bool = True) -> set[Slot]:
         """Return all versions that are reachable from `start` and, with `anchors`, from anchors."""
         found = set(start)
-        for stored in sorted(self.edges(), key=lambda stored: stored.record.version):  # a base has a smaller number
+        # a base has a smaller number
+        for stored in sorted(self.edges(), key=lambda stored: stored.record.version):
             base = stored.base
             if self.usable(stored) and (anchors if base is None else base.slot in found):
                 found.add(stored.version.slot)
         return found
 
     def replay(self) -> None:
-        """Read every file, apply every version, anchor and compaction to weights in host memory, and compare the bits."""
+        """Read every file, apply every version, anchor and compaction to weights in host memory, and compare
+        the bits.
+        """
         from deltasync.following import LiveWeights  # needs torch, unlike the rest of this module
         from deltasync.live import LiveMemory
 
@@ -254,7 +285,8 @@ class Inspection:
                     weights.rollback(committed)
                     weights.identified(found[0])
             progressed("replaying", done, len(edges))
-        for compaction in [compaction for left in compactions.values() for compaction in left]:  # their bases are missing
+        # their bases are missing
+        for compaction in [compaction for left in compactions.values() for compaction in left]:
             self._read_files_of(compaction)
 
     def _move_to(self, weights: LiveWeights, base: VersionId | None) -> bool:
@@ -269,7 +301,9 @@ class Inspection:
         return weights.version == base
 
     def _apply(self, weights: LiveWeights, stored: StoredRecord) -> StagedVersion | None:
-        """Apply a record or compaction, and read its files. On failure record the damage, keep the weights, return None."""
+        """Apply a record or compaction, and read its files. On failure record the damage, keep the weights,
+        return None.
+        """
         if not self._move_to(weights, stored.base) or not self.usable(stored):
             self._read_files_of(stored)
             return None
@@ -290,13 +324,20 @@ class Inspection:
             self._read_file(stored, file)
 
     def _orphans(self, reached: Collection[Slot]) -> set[Slot]:
-        """Return the versions that the newest one does not descend from: their publishers had been succeeded."""
+        """Return the versions that the newest one does not descend from: their publishers had been
+        succeeded.
+        """
         versions = self.versions
         found = versions.keys() - set(self.lineage)
         bases = {stored.record.base.slot for stored in versions.values() if stored.record.base is not None}
         stored_s = {slot: self._held.infos[slot.key].modified_s for slot in versions}
-        for slot in versions.keys() - reached - bases:  # the versions around it were forgotten, so only times tell
-            if any(0 < stored_s[other] < stored_s[slot] - _CLOCK_S for other in versions if other.epoch > slot.epoch):
+        # the versions around it were forgotten, so only times tell
+        for slot in versions.keys() - reached - bases:
+            if any(
+                0 < stored_s[other] < stored_s[slot] - _CLOCK_S
+                for other in versions
+                if other.epoch > slot.epoch
+            ):
                 found.add(slot)
         return found
 
@@ -312,13 +353,16 @@ class Inspection:
                 continue
             if base.slot not in self.records:
                 problem = MissingVersionError(
-                    f"Version {slot.version} is not reachable: the record of its base, version {base.version}, is missing."
+                    f"Version {slot.version} is not reachable: the record of its base, version "
+                    f"{base.version}, is missing."
                 )
                 self.add_damage(base.key, problem, base.sha256)
         newest = max(versions, key=lambda slot: slot.newness, default=None)
         folders = (keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
         references = References(self.documents(), self._held.shortcuts)
-        files = [key for key in self._sizes if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key)]
+        files = [
+            key for key in self._sizes if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key)
+        ]
         unnamed = [key for key in files if key not in references]
         garbage = [self._sizes[key] for key in unnamed if not references.in_progress(key)]
         local = local_store(self.reader.store)

@@ -1,4 +1,6 @@
-"""Write shortcuts: compactions (one delta over several versions, for replicas that catch up) and announced anchors."""
+"""Write shortcuts: compactions (one delta over several versions, for replicas that catch up) and announced
+anchors.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +41,13 @@ def write_compaction(
 ) -> StoredRecord:
     """Store the compaction from version `base` to `version`, unless the channel has it, and return it.
 
-    The bits of both versions are compared, which works for every codec, and across anchors and dense tensors. The encoded
-    bytes are decoded again before they are stored. Needs memory for two copies of the weights.
+    The bits of both versions are compared, which works for every codec, and across anchors and dense tensors.
+    The encoded bytes are decoded again before they are stored. Needs memory for two copies of the weights.
     """
     if not 1 <= base < version:
-        raise ConfigError(f"A compaction needs a base before its version, not base {base} and version {version}.")
+        raise ConfigError(
+            f"A compaction needs a base before its version, not base {base} and version {version}."
+        )
     chosen = codec.get(codec_name)
     reader.channel()
     signing.require_signer(signer, reader.signed)
@@ -78,11 +82,17 @@ def write_compaction(
     if changes is not None:
         payload = chosen.encode(changes, lambda name: (new[name], 0), replica.fingerprints, version, base)
     delta = Delta(codec=codec_name, changed=0 if changes is None else changes.changed)
-    stored = encode_shortcut(reader, end, payload, replica.fingerprints, signer, keys.new_author(), base=start, delta=delta)
+    stored = encode_shortcut(
+        reader, end, payload, replica.fingerprints, signer, keys.new_author(), base=start, delta=delta
+    )
     decoded, _ = payloads.delta(reader, stored, lambda name: old[name].copy())  # decode like a replica
     for name in decoded.counts():
         decoded.apply(name, old[name])
-    if wrong := [name for name, tensor in replica.state_dict().items() if not np.array_equal(old[name], bits_of(tensor))]:
+    if wrong := [
+        name
+        for name, tensor in replica.state_dict().items()
+        if not np.array_equal(old[name], bits_of(tensor))
+    ]:
         raise CorruptDataError(f"{stored.key} has wrong bits for {', '.join(wrong[:5])}. It was not stored.")
     return put_shortcut(reader, stored)
 
@@ -104,7 +114,9 @@ def encode_shortcut(
     author: str,
     **fields: Any,
 ) -> StoredRecord:
-    """Encode a shortcut with these `fields` (`record.shortcut`). `fingerprints` belong to the version's tensors."""
+    """Encode a shortcut with these `fields` (`record.shortcut`). `fingerprints` belong to the version's
+    tensors.
+    """
     total = fingerprint.to_hex(model_fingerprint(fingerprints))
     document, key = record.shortcut(reader.channel().run_id, version, author, total, **fields)
     return record.encode_checked(document, key, payload, signer, reader.channel(), reader.trusted)
@@ -117,7 +129,9 @@ def write_anchor(
     *,
     signer: Signer | None,
 ) -> StoredRecord:
-    """Store the weights of a replica as an anchor with `model_files`, and announce it if its files decode to them."""
+    """Store the weights of a replica as an anchor with `model_files`, and announce it if its files decode to
+    them.
+    """
     version, author = replica.identity, keys.new_author()
     assert version is not None
     folder, tensors = keys.anchor_folder(version.version, author), replica.state_dict()
@@ -130,7 +144,9 @@ def write_anchor(
             if not np.array_equal(bits_N, bits_of(tensors[tensor])):
                 raise CorruptDataError(f"{folder}/{name} has wrong bits for {tensor}. It was not stored.")
         reader.store.put(f"{folder}/{name}", data)
-        (files if weights else extra).append(File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data)))
+        (files if weights else extra).append(
+            File(key=f"{folder}/{name}", bytes=len(data), sha256=sha256_hex(data))
+        )
         progressed("files", len(files) + len(extra), len(files) + len(extra))
     anchor = Anchor(directory=folder, files=files, model_files=extra)
     stored = encode_shortcut(reader, version, None, replica.fingerprints, signer, author, anchor=anchor)

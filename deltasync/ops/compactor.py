@@ -1,10 +1,11 @@
 """Look after a channel while it is written: compactions, anchors beside the log, garbage collection.
 
-It happens in a thread that neither training nor uploads wait for, and no version depends on it. A failure is logged, and
-tried again with a later version.
+It happens in a thread that neither training nor uploads wait for, and no version depends on it. A failure is
+logged, and tried again with a later version.
 
-A late joiner takes the newest full weights (an anchor, or the reference), the newest compaction from them, and the deltas
-since. A compaction is the sum of the deltas since the full weights, which `Steps` keeps: no weights are read for it.
+A late joiner takes the newest full weights (an anchor, or the reference), the newest compaction from them,
+and the deltas since. A compaction is the sum of the deltas since the full weights, which `Steps` keeps: no
+weights are read for it.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ GROUP_ELEMENTS = 1 << 25
 """Elements whose changes make a part of a compaction, unless a single tensor has more."""
 
 STORED_AT_ONCE = 2
-"""Parts of a compaction, or weight files, that are stored at once, so that the disk or link never idles between two."""
+"""Parts of a compaction, or weight files, that are stored at once, so that the disk or link never idles
+between two.
+"""
 
 SAMPLED = 1 << 18
 """Elements by which the size of a compaction is estimated."""
@@ -69,19 +72,25 @@ _MOST_BESIDE_BYTES = 1 << 27
 """A larger weight file is stored before the next one is made."""
 
 SHARE = 0.33
-"""Bytes of compactions and anchors that may be stored for each byte of delta, so that they stay a small part of all."""
+"""Bytes of compactions and anchors that may be stored for each byte of delta, so that they stay a small part
+of all.
+"""
 
 LARGE = 0.5
-"""A compaction of more than this part of the weights is not written; full weights are, once the bytes of deltas pay."""
+"""A compaction of more than this part of the weights is not written; full weights are, once the bytes of
+deltas pay.
+"""
 
-LEAST_COMPACTED = 16  # versions that the next compaction covers at least: fewer are read about as soon without it
+# versions that the next compaction covers at least: fewer are read about as soon without it
+LEAST_COMPACTED = 16
 
 
 class Steps:
-    """The steps from the newest full weights to the newest version, of the ranges that this rank holds, in host memory.
+    """The steps from the newest full weights to the newest version, of the ranges that this rank holds, in
+    host memory.
 
-    They are the deltas since; once these take a quarter of the weights' bytes, they are added up, one step for each element.
-    One thread adds; another one may read `frozen` ones meanwhile.
+    They are the deltas since; once these take a quarter of the weights' bytes, they are added up, one step
+    for each element. One thread adds; another one may read `frozen` ones meanwhile.
 
     Attributes:
         base: The version with the full weights.
@@ -95,11 +104,14 @@ class Steps:
         self._deltas: list[Delta] = []
         self._sum: HostShadow | None = None  # of earlier ones
         self._is_read = False
-        self._marked: tuple[int, list[Delta]] | None = None  # a version whose full weights are being stored, and steps since
+        # a version whose full weights are being stored, and steps since
+        self._marked: tuple[int, list[Delta]] | None = None
 
     @classmethod
     def after(cls, before: Self | None, job: Pending) -> Self:
-        """Return the steps to the version of a job: those before it with its own, or none yet, from its full weights on."""
+        """Return the steps to the version of a job: those before it with its own, or none yet, from its full
+        weights on.
+        """
         if job.full or before is None:
             return cls(job.shadow.layout, job.shadow.ranges, job.version)
         before.add(job.delta)
@@ -115,14 +127,19 @@ class Steps:
                 self._marked[1].append(delta)
             if not self._is_read and 4 * sum(each.nbytes for each in self._deltas) > self._held_bytes:
                 if self._sum is None:
-                    bits = {n: np.zeros(b - a, self._layout.specs[n].bits_dtype) for n, (a, b) in self._ranges.items()}
+                    bits = {
+                        n: np.zeros(b - a, self._layout.specs[n].bits_dtype)
+                        for n, (a, b) in self._ranges.items()
+                    }
                     self._sum = HostShadow(self._layout, self._ranges, bits)
                 for each in self._deltas:
                     self._sum.add(each)
                 self._deltas = []
 
     def mark(self, version: int) -> None:
-        """Note that full weights of the newest version are being stored, so that steps may `start` from it."""
+        """Note that full weights of the newest version are being stored, so that steps may `start` from
+        it.
+        """
         with self._lock:
             self._marked = version, []
 
@@ -144,7 +161,9 @@ class Steps:
         self._is_read = False
 
     def between(self, name: str, first: int, last: int) -> np.ndarray:
-        """Return the steps of a tensor's elements from flat index `first` on and below `last`, a new array."""
+        """Return the steps of a tensor's elements from flat index `first` on and below `last`, a new
+        array.
+        """
         width, at, _ = self._layout.span(name)
         start = self._ranges[name][0]
         found = np.zeros(last - first, f"u{width}")
@@ -172,12 +191,18 @@ class Steps:
             yield joined(group)
 
     def store(
-        self, version: int, fingerprints: Mapping[str, int], put: Callable[[str, bytes], File], *, rank: int | None
+        self,
+        version: int,
+        fingerprints: Mapping[str, int],
+        put: Callable[[str, bytes], File],
+        *,
+        rank: int | None,
     ) -> tuple[list[File], int, Encoded | None]:
-        """Encode and prove these steps, to a version, and store them. Return the parts, and how many elements they change.
+        """Encode and prove these steps, to a version, and store them. Return the parts, and how many elements
+        they change.
 
-        `put` stores a part, by its file name. With None for the `rank` a single small payload is returned, for the record,
-        instead. `fingerprints` are those of the whole tensors at the version.
+        `put` stores a part, by its file name. With None for the `rank` a single small payload is returned,
+        for the record, instead. `fingerprints` are those of the whole tensors at the version.
 
         Raises:
             CorruptDataError: a payload does not decode to the steps.
@@ -190,7 +215,9 @@ class Steps:
         def store(payload: bytes) -> None:
             if len(stored) >= STORED_AT_ONCE:
                 stored[-STORED_AT_ONCE].result()  # so that no more are in memory
-            stored.append(puts.submit(put, keys.compaction_part(self.base, rank or 0, len(stored) + 1), payload))
+            stored.append(
+                puts.submit(put, keys.compaction_part(self.base, rank or 0, len(stored) + 1), payload)
+            )
 
         def unread(name: str) -> tuple[np.ndarray, int]:
             raise AssertionError(f"{CODEC} needs no bits of {name}")
@@ -220,24 +247,34 @@ class Steps:
                 if first >= size:
                     break
                 if first < last:
-                    windows.setdefault(self._layout.places[name][0], []).append((name, start + first, start + last))
+                    windows.setdefault(self._layout.places[name][0], []).append(
+                        (name, start + first, start + last)
+                    )
             before += size
         if not windows:
             return math.inf if self._layout.element_count else 0.0
         found = [self._at(width, held) for width, held in windows.items()]
-        _, count = np.unique(np.concatenate([step_N[step_N != 0].astype(np.int64) for step_N in found]), return_counts=True)
+        _, count = np.unique(
+            np.concatenate([step_N[step_N != 0].astype(np.int64) for step_N in found]), return_counts=True
+        )
         count = np.append(count, sum(map(np.size, found)) - count.sum())  # the zeros, which need no sorting
         share = count[count > 0] / count.sum()
         return float(-(share * np.log2(share)).sum()) * self._layout.element_count / 8
 
     def _at(self, width: int, windows: Sequence[tuple[str, int, int]]) -> np.ndarray:
-        """Return the steps of elements of one width, as `between` does for each of the windows, one after the other."""
-        first_W, last_W = np.array([[self._layout.span(name)[1] + edge for edge in at] for name, *at in windows]).T
+        """Return the steps of elements of one width, as `between` does for each of the windows, one after the
+        other.
+        """
+        first_W, last_W = np.array(
+            [[self._layout.span(name)[1] + edge for edge in at] for name, *at in windows]
+        ).T
         found_N = np.zeros((last_W - first_W).sum(), f"u{width}")
         end_W = np.cumsum(last_W - first_W)
         if self._sum is not None:
             bits, ranges = self._sum.bits, self._ranges
-            held = [bits[name][first - ranges[name][0] : last - ranges[name][0]] for name, first, last in windows]
+            held = [
+                bits[name][first - ranges[name][0] : last - ranges[name][0]] for name, first, last in windows
+            ]
             np.concatenate(held, out=found_N)
         for at_K, step_K in (delta.steps[width] for delta in self._deltas if width in delta.steps):
             low_W, high_W = (count_below(at_K, edge_W) for edge_W in (first_W, last_W))
@@ -248,7 +285,8 @@ class Steps:
 
 
 class Compactor:
-    """Looks after one channel as `retention` says. `model_files`, by name, are stored beside the weights of an anchor.
+    """Looks after one channel as `retention` says. `model_files`, by name, are stored beside the weights of
+    an anchor.
 
     `chain` leads a late joiner to the newest version. `ranks` are those of a sharded trainer: each makes its
     parts of a compaction, and all collect an anchor as they publish.
@@ -258,8 +296,10 @@ class Compactor:
         steps: The steps since then, if compactions are made of them.
         storing: Whether an anchor or a compaction is being stored.
         failed: Whether the last anchor could not be stored.
-        lost: Whether the store, or the checkpoint that the channel refers to, has lost what a late joiner starts from.
-        affords: Whether the bytes of deltas pay for an anchor that the ranks have to collect with the next version.
+        lost: Whether the store, or the checkpoint that the channel refers to, has lost what a late joiner
+            starts from.
+        affords: Whether the bytes of deltas pay for an anchor that the ranks have to collect with the next
+            version.
     """
 
     def __init__(
@@ -281,19 +321,22 @@ class Compactor:
         compactions = [at for at, stored in enumerate(chain) if stored.is_compaction]
         self._last_compaction = chain[compactions[-1]].key if compactions else None
         last = compactions[-1] if compactions else 0
-        # Where the newest compaction ends, or the version with the full weights; what is left of the bytes that deltas have
-        # earned for the next one, and how many that needs.
+        # Where the newest compaction ends, or the version with the full weights; what is left of the bytes
+        # that deltas have earned for the next one, and how many that needs.
         self._compacted = chain[last].record.version if chain else 0
         self._left, self._needed = SHARE * sum(map(_bytes_of, chain[last + 1 :])), 0.0
-        self._estimated, self._factor = 0.0, 1.0  # size of the next compaction; actual by estimated size of the last one
+        # size of the next compaction; actual by estimated size of the last one
+        self._estimated, self._factor = 0.0, 1.0
         self._lock = threading.Lock()
         self._looked_s = time.monotonic()
         self._looked = self._looks = 0  # the version at the last look, and the number of looks
-        self._losses = self._lost_from = 0  # how often something was lost, and the version from which it may be again
+        # how often something was lost, and the version from which it may be again
+        self._losses = self._lost_from = 0
         self._anchor_every, self._ranks = anchor_every, ranks
         self._log = log
         self._model_files = model_files
-        self._collected = self._failures = 0  # the version at the last collection; publishes that failed in a row
+        # the version at the last collection; publishes that failed in a row
+        self._collected = self._failures = 0
         self._is_over = False  # whether `look_at_end` has looked
         self._workers = Workers(1, "maintenance")
 
@@ -324,7 +367,8 @@ class Compactor:
         return due and not self.storing
 
     def wanted(self, version: int, full_bytes: int) -> str | None:
-        """Return what to store beside a version, if it has no anchor yet: a `compaction`, an `anchor`, or None.
+        """Return what to store beside a version, if it has no anchor yet: a `compaction`, an `anchor`, or
+        None.
 
         Ranks have to collect an anchor, with the next version. `full_bytes` are those of the weights.
         """
@@ -348,7 +392,9 @@ class Compactor:
         return None if found == "anchor" and self._ranks is not None else found
 
     def _end(self, version: int, paid_bytes: float = 0.0) -> None:
-        """Note that a version has the newest compaction or full weights, for which deltas paid so many bytes."""
+        """Note that a version has the newest compaction or full weights, for which deltas paid so many
+        bytes.
+        """
         self._compacted, self._needed = version, 0.0
         self._left -= paid_bytes
 
@@ -426,14 +472,17 @@ class Compactor:
         self.look_at_end()
 
     def look_at_end(self) -> None:
-        """Say, once, if the checkpoint that the channel refers to was overwritten since the last look. Asks no store."""
+        """Say, once, if the checkpoint that the channel refers to was overwritten since the last look. Asks
+        no store.
+        """
         base = self.base
         if self._is_over or self.lost or base is None or (reference := base.record.reference) is None:
             return
         self._is_over = True
         if checkpoint.stamp(reference) != self._stamp:
             logger.error(
-                "%s, which version %d of %s refers to, was overwritten during the run. Nobody can join the channel now. Put "
+                "%s, which version %d of %s refers to, was overwritten during the run. Nobody can join the "
+                "channel now. Put "
                 "the checkpoint back, or publish once more with resume=True, which then stores full weights.",
                 *(reference, base.record.version, self.reader.store.url),
             )
@@ -470,8 +519,12 @@ class Compactor:
             self._look()  # which may find other full weights to start from
             if self.lost or (base := self.base) is None or base.record.version != frozen.base:
                 return
-            files, changed, inline = frozen.store(job.version, fingerprints, put, rank=None if others is None else 0)
-            for more, count in others.answers("compaction", job.serial, tuple[list[File], int]) if others else ():
+            files, changed, inline = frozen.store(
+                job.version, fingerprints, put, rank=None if others is None else 0
+            )
+            for more, count in (
+                others.answers("compaction", job.serial, tuple[list[File], int]) if others else ()
+            ):
                 files, changed = files + more, changed + count
             delta = documents.Delta(codec=CODEC, changed=changed, parts=files)
             digest = str(stored.record.fingerprint)
@@ -488,14 +541,19 @@ class Compactor:
         self.storing = False
 
     def _look(self) -> None:
-        """See by a few small requests whether a late joiner could start. Put back what is known, or order full weights.
+        """See by a few small requests whether a late joiner could start. Put back what is known, or order
+        full weights.
 
-        A bucket may have a rule that deletes old objects, somebody may have emptied it, or a run may have saved into the
-        directory of the checkpoint that it started from.
+        A bucket may have a rule that deletes old objects, somebody may have emptied it, or a run may have
+        saved into the directory of the checkpoint that it started from.
         """
         url, restored, base = self.reader.store.url, self._log.check_channel(), self.base
         if restored is not None:
-            logger.error("%s: %s. Nobody could join without it: look for a rule that deletes old objects.", url, restored)
+            logger.error(
+                "%s: %s. Nobody could join without it: look for a rule that deletes old objects.",
+                url,
+                restored,
+            )
         self._looks += 1
         newest = 0 if self._log.tip is None else self._log.tip.version
         if base is None or self.lost or newest < self._lost_from:
@@ -504,15 +562,19 @@ class Compactor:
         if key is None or self._starts_elsewhere(base, key, problem):
             return
         self.lost, self._losses = True, self._losses + 1
-        self._lost_from = newest + _LOOK_VERSIONS * 2**self._losses  # a store that goes on losing them gets fewer
+        # a store that goes on losing them gets fewer
+        self._lost_from = newest + _LOOK_VERSIONS * 2**self._losses
         logger.error(
-            "%s: %s. Nobody can join the channel now; the next version brings full weights for late joiners. Look for a "
-            "rule that deletes old objects, or for a run that saves into the directory of its first checkpoint.",
+            "%s: %s. Nobody can join the channel now; the next version brings full weights for late joiners. "
+            "Look for a "
+            "rule that deletes old objects, or for a run that saves into the directory of its first "
+            "checkpoint.",
             *(url, problem),
         )
 
     def _problem(self, base: StoredRecord) -> tuple[str | None, str]:
-        """Return the key of an object that a late joiner needs and that is not as it was, and what is wrong with it.
+        """Return the key of an object that a late joiner needs and that is not as it was, and what is wrong
+        with it.
 
         Of weight files and of records after the newest compaction, each look sees one.
         """
@@ -530,7 +592,11 @@ class Compactor:
             if not _is_whole(reader, file):
                 return base.key, f"{file.key} is gone, or has another size"
         last = self._last_compaction
-        later = [keys.slot(number, self._log.epoch) for number in list(self._log.published) if number > self._compacted]
+        later = [
+            keys.slot(number, self._log.epoch)
+            for number in list(self._log.published)
+            if number > self._compacted
+        ]
         needed = ([] if last is None else [last]) + later
         key = needed[self._looks % len(needed)] if needed else None
         if key is not None and not exists(reader.store, key):
@@ -538,7 +604,9 @@ class Compactor:
         return None, ""
 
     def _starts_elsewhere(self, base: StoredRecord, key: str, problem: str) -> bool:
-        """Whether a late joiner has another chain, as where a tool stored an anchor and forgot what was before."""
+        """Whether a late joiner has another chain, as where a tool stored an anchor and forgot what was
+        before.
+        """
         if self._log.tip is None:
             return False
         try:

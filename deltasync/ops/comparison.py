@@ -1,4 +1,6 @@
-"""Compare the bits of one version with those of a checkpoint, of a server (`compare`), or of another version (`diff`)."""
+"""Compare the bits of one version with those of a checkpoint, of a server (`compare`), or of another version
+(`diff`).
+"""
 
 from __future__ import annotations
 
@@ -51,16 +53,17 @@ class Comparison:
 
 
 def compare(reader: ChannelReader, place: str, version: int | None = None) -> Comparison:
-    """Compare a version's bits with a safetensors file, a checkpoint directory, a model on the Hub, or a running server.
+    """Compare a version's bits with a safetensors file, a checkpoint directory, a model on the Hub, or a
+    running server.
 
     Args:
         reader: The channel.
-        place: Path of the file or directory, `namespace/name[@revision]`, or the http URL of a server, whose digests are
-            compared (`GET /deltasync/digest`).
+        place: Path of the file or directory, `namespace/name[@revision]`, or the http URL of a server, whose
+            digests are compared (`GET /deltasync/digest`).
         version: Number of the version. None for the newest, or for that of the server.
 
-    Floating-point tensors of a checkpoint are rounded to the served dtype, to nearest even. Needs memory for the weights,
-    and for one tensor more.
+    Floating-point tensors of a checkpoint are rounded to the served dtype, to nearest even. Needs memory for
+    the weights, and for one tensor more.
 
     Raises:
         ConfigError: there is no such file or directory, or the server serves another version.
@@ -69,12 +72,16 @@ def compare(reader: ChannelReader, place: str, version: int | None = None) -> Co
     if place.startswith(("http://", "https://")):
         served, digests = heartbeat.digests(place, _SERVER_S)
         if version not in (None, served):
-            raise ConfigError(f"{place} serves version {served}, not {version}. Pin the server, or leave out the version.")
+            raise ConfigError(
+                f"{place} serves version {served}, not {version}. Pin the server, or leave out the version."
+            )
         replica, identity = replica_at(reader, served)
         names, found = set(digests), _by_digest(replica, digests)
     else:
         path = Path(place)
-        held = checkpoint.load(Reference(path=str(path.absolute())) if path.is_file() else checkpoint.find(place))
+        held = checkpoint.load(
+            Reference(path=str(path.absolute())) if path.is_file() else checkpoint.find(place)
+        )
         replica, identity = replica_at(reader, version)
         names, found = set(held.files), _by_bits(replica, held, reader.specs)
     differences, equal = list[Difference](), 0
@@ -93,8 +100,8 @@ def compare(reader: ChannelReader, place: str, version: int | None = None) -> Co
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Diff:
-    """The result of `diff`: two versions, the number of tensors with the same bits, and the others in the channel's
-    order.
+    """The result of `diff`: two versions, the number of tensors with the same bits, and the others in the
+    channel's order.
     """
 
     first: VersionId
@@ -131,7 +138,9 @@ def _by_digest(replica: Replica, digests: Mapping[str, str]) -> Iterator[Differe
             yield None if is_same else Difference(tensor=name, problem="The sha256 of its bits differs.")
 
 
-def _by_bits(replica: Replica, held: checkpoint.Checkpoint, specs: Mapping[str, TensorSpec]) -> Iterator[Difference | None]:
+def _by_bits(
+    replica: Replica, held: checkpoint.Checkpoint, specs: Mapping[str, TensorSpec]
+) -> Iterator[Difference | None]:
     for name, tensor in replica.state_dict().items():
         if name in held.files:
             try:

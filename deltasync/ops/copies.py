@@ -44,13 +44,16 @@ from deltasync.ops.scan import (
 from deltasync.stores.base import ObjectInfo, Store
 
 Outcome = int | DeltaSyncError | None
-"""The result of copying one object: the bytes stored, the source object's problem, or None if the target had it."""
+"""The result of copying one object: the bytes stored, the source object's problem, or None if the target had
+it.
+"""
 
 
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Copied:
-    """The result of copying: the newest version that every target has, the objects that were stored, without head, and the
-    number of those that were there. `problems` are those of objects that are damaged or missing in the source.
+    """The result of copying: the newest version that every target has, the objects that were stored, without
+    head, and the number of those that were there. `problems` are those of objects that are damaged or missing
+    in the source.
     """
 
     version: VersionId | None = None
@@ -71,11 +74,13 @@ class Copied:
 
 
 def copy(source: ChannelReader, *targets: Store) -> Copied:
-    """Copy the current objects of a channel to each target, one by one. Damaged objects are left out and reported.
+    """Copy the current objects of a channel to each target, one by one. Damaged objects are left out and
+    reported.
 
-    The order is files, shortcuts, records by number, epochs, channel.json, head; shortcuts precede records because a record
-    may need an announced anchor. So a target is readable after an interruption at any point, and another call resumes.
-    Publishing to the source may continue; no garbage may be collected in a target. A few objects are in memory at a time.
+    The order is files, shortcuts, records by number, epochs, channel.json, head; shortcuts precede records
+    because a record may need an announced anchor. So a target is readable after an interruption at any point,
+    and another call resumes. Publishing to the source may continue; no garbage may be collected in a target.
+    A few objects are in memory at a time.
 
     Raises:
         RunMismatchError: a target holds another run.
@@ -106,12 +111,15 @@ def _copy_to(copied: Copied, source: ChannelReader, target: Store) -> VersionId 
     named = digests(held.whole())
     files = {file.key: file for found in held.whole() for file in found.files}
     shortcuts = [_file(held.infos[key]) for key, found in held.shortcuts.items() if found]
-    records = [_file(held.infos[slot.key], named.get(slot, "")) for slot, found in held.records.items() if found]
+    records = [
+        _file(held.infos[slot.key], named.get(slot, "")) for slot, found in held.records.items() if found
+    ]
     parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
     copied.note(held.problems.values())
     copied.note(in_parallel(one, parts_first, "files", WHOLE))
     copied.note(in_parallel(one, shortcuts, "compactions", WHOLE))
-    copied.note(in_parallel(one, records, "records", 1))  # in order, so that the base of the newest is always there
+    # in order, so that the base of the newest is always there
+    copied.note(in_parallel(one, records, "records", 1))
     small = [_file(info) for info in source.store.list(keys.EPOCHS) if keys.epoch_of(info.key)]
     openings = {keys.epoch_document(slot.epoch) for slot in held.records}
     check_listing(source, sorted(openings.difference(file.key for file in small)))
@@ -138,7 +146,8 @@ def _check_target(source: ChannelReader, target: Store, held: Scan, there: Mappi
         found = earlier.channel().run_id
         if found != run_id:
             raise RunMismatchError(
-                f"{target.url} holds run {found}, not run {run_id}. Nothing was copied; choose another target."
+                f"{target.url} holds run {found}, not run {run_id}. Nothing was copied; choose another "
+                "target."
             )
         head = earlier.head()
         newest = None if head is None else head.newest.slot
@@ -149,23 +158,28 @@ def _check_target(source: ChannelReader, target: Store, held: Scan, there: Mappi
     last = max((slot.newness for slot in held.records), default=("", 0))
     if strange := [slot for slot in slots if slot.epoch not in known]:
         raise ChannelInUseError(
-            f"{target.url} has {strange[0].key}, whose epoch {source.store.url} lacks: another publisher wrote it. "
+            f"{target.url} has {strange[0].key}, whose epoch {source.store.url} lacks: another publisher "
+            "wrote it. "
             "Nothing was copied; choose another target. Are SOURCE and TARGET swapped?"
         )
     if ahead := [slot for slot in slots if slot.newness > last]:
         raise ChannelInUseError(
-            f"{target.url} has version {ahead[-1].version}, ahead of {source.store.url} at version {last[1]}. "
+            f"{target.url} has version {ahead[-1].version}, ahead of {source.store.url} at version "
+            f"{last[1]}. "
             "Nothing was copied. Are SOURCE and TARGET swapped?"
         )
 
 
 def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int], item: File) -> Outcome:
-    """Copy one object. Its `sha256` is empty if no document names it. `there` maps the target's keys to sizes."""
+    """Copy one object. Its `sha256` is empty if no document names it. `there` maps the target's keys to
+    sizes.
+    """
     if there.get(item.key) == item.bytes:
         return None
     if item.key in there:
         raise ObjectExistsError(
-            f"{target.url} has other bytes at {item.key}, which were not replaced. Choose another target, or delete them."
+            f"{target.url} has other bytes at {item.key}, which were not replaced. Choose another target, or "
+            "delete them."
         )
     data = result_or_error(functools.partial(read_object, source), item)
     if isinstance(data, DeltaSyncError):
@@ -175,7 +189,9 @@ def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int],
 
 
 def read_object(source: ChannelReader, item: File) -> bytes:
-    """Read an object of the source, and check its digest or signature if it has one; without either it is read twice."""
+    """Read an object of the source, and check its digest or signature if it has one; without either it is
+    read twice.
+    """
     if keys.slot_of(item.key) or keys.shortcut_of(item.key):
         data = source.stored(item.key, item.sha256 or None).data
         assert data is not None
@@ -194,14 +210,17 @@ def read_object(source: ChannelReader, item: File) -> bytes:
 def export(
     reader: ChannelReader, version: int | None, directory: Path, *, shard_bytes: int = limits.SHARD_BYTES
 ) -> VersionId:
-    """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load. Check every bit.
+    """Write one version, the newest if None, as a checkpoint directory that transformers and vLLM load. Check
+    every bit.
 
-    Config and tokenizer come from the nearest anchor that has them, or from the checkpoint that it refers to. The directory,
-    which must be missing or empty, appears as a whole or not at all. Needs memory for the weights and for one weight file of
-    at most `shard_bytes`, unless a single tensor is larger.
+    Config and tokenizer come from the nearest anchor that has them, or from the checkpoint that it refers to.
+    The directory, which must be missing or empty, appears as a whole or not at all. Needs memory for the
+    weights and for one weight file of at most `shard_bytes`, unless a single tensor is larger.
     """
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise ConfigError(f"{directory} exists and is not empty. Nothing was written; choose another directory.")
+        raise ConfigError(
+            f"{directory} exists and is not empty. Nothing was written; choose another directory."
+        )
     directory = directory.absolute()
     replica, identity = replica_at(reader, version)
     files = model_files(reader, identity)
@@ -234,14 +253,19 @@ def replica_at(reader: ChannelReader, version: int | None) -> tuple[Replica, Ver
 def model_files(reader: ChannelReader, version: VersionId) -> dict[str, bytes]:
     """Return the config and tokenizer files of the nearest anchor that has any, by name; empty if none has.
 
-    Announced anchors are tried first, then those in records, nearest first. Most anchors in records begin an epoch.
+    Announced anchors are tried first, then those in records, nearest first. Most anchors in records begin an
+    epoch.
     """
 
     def first_of_epochs(slots: Iterable[Slot]) -> list[Slot]:
         return list({slot.epoch: slot for slot in sorted(slots, reverse=True)}.values())
 
     def distance(record: Record) -> tuple[bool, bool, int]:
-        return record.kind != "announcement", record.version > version.version, abs(record.version - version.version)
+        return (
+            record.kind != "announcement",
+            record.version > version.version,
+            abs(record.version - version.version),
+        )
 
     for wanted in (first_of_epochs, list):
         held = scan_channel(reader, wanted=wanted, anchors_only=True)
@@ -256,9 +280,13 @@ def _model_files_of(reader: ChannelReader, record: Record) -> dict[str, bytes]:
     if record.reference is not None:
         reference = record.reference
         may = reader.may_use_token(reference.repo)
-        return anchors.read_model_files(checkpoint.small_files(reference, limits.COMPANION_BYTES, with_token=may))
+        return anchors.read_model_files(
+            checkpoint.small_files(reference, limits.COMPANION_BYTES, with_token=may)
+        )
     if record.anchor is None:
         return {}
     start = f"{record.anchor.directory}/"
-    extra = [file for file in record.anchor.model_files if not file.key.endswith((*anchors.WEIGHTS, anchors.INDEX))]
+    extra = [
+        file for file in record.anchor.model_files if not file.key.endswith((*anchors.WEIGHTS, anchors.INDEX))
+    ]
     return {file.key.removeprefix(start): reader.fetch(file) for file in extra}

@@ -1,4 +1,6 @@
-"""Test whether this machine can publish to and follow a channel's URL, for people who set up a trainer or a replica."""
+"""Test whether this machine can publish to and follow a channel's URL, for people who set up a trainer or a
+replica.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ class Finding:
     """The result of one check."""
 
     check: str  # name of the check
-    state: Literal["ok", "warning", "failure"]  # at a failure trainer or replica cannot work, at a warning they work worse
+    # at a failure trainer or replica cannot work, at a warning they work worse
+    state: Literal["ok", "warning", "failure"]
     found: str  # the finding in one sentence
     advice: str = ""  # the cure; empty if none is needed
 
@@ -56,8 +59,8 @@ _ADVICE = {
 def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
     """Test the store, the channel and the installed packages. Yields each finding as it is made.
 
-    An object of 8 MiB and some small ones are stored under `probe/` with unique names, and deleted again. The channel need
-    not exist. Transfer times are calculated for a model with this number of parameters.
+    An object of 8 MiB and some small ones are stored under `probe/` with unique names, and deleted again. The
+    channel need not exist. Transfer times are calculated for a model with this number of parameters.
     """
     with contextlib.closing(_try_store(reader.store, parameters)) as findings:
         for check, advice in _ADVICE.items():
@@ -76,7 +79,9 @@ def examine(reader: ChannelReader, *, parameters: float) -> Iterator[Finding]:
 
 
 def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None]:
-    """Run the checks of `_ADVICE`. A failed check raises DeltaSyncError. Test objects are deleted in any case."""
+    """Run the checks of `_ADVICE`. A failed check raises DeltaSyncError. Test objects are deleted in any
+    case.
+    """
     next(iter(store.list(keys.VERSIONS)), None)
     yield Finding("list", "ok", "Objects can be listed.")
     key, small, blob = keys.probe(f"doctor-{secrets.token_hex(8)}"), os.urandom(16), os.urandom(_BLOB_BYTES)
@@ -99,12 +104,18 @@ def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None
         if round_trip_s < _LATE_S:
             yield Finding("read", "ok", found)
         else:
-            yield Finding("read", "warning", found, "Each version needs two such reads: choose a nearer bucket.")
+            yield Finding(
+                "read", "warning", found, "Each version needs two such reads: choose a nearer bucket."
+            )
 
         yield _clock(next((info.modified_s for info in store.list(key)), 0.0), began_s, ended_s)
 
         if decides(store, f"{key}-create"):
-            yield Finding("create", "ok", "The store refuses to create an existing object, which fences a second publisher.")
+            yield Finding(
+                "create",
+                "ok",
+                "The store refuses to create an existing object, which fences a second publisher.",
+            )
         else:
             lacks = "There are no hard links here, so the" if store.url.startswith("file:") else "The"
             found = f"{lacks} store cannot refuse to create an existing object. A lease fences a second publisher instead."
@@ -115,8 +126,10 @@ def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None
         version_bytes = parameters * CHANGED_FRACTION * BITS_PER_CHANGED / 8
         takes_s = version_bytes / _BLOB_BYTES * (up_s + down_s) + 2 * round_trip_s
         found = (
-            f"One connection stores {up} and reads {down}. A version of {parameters / 1e9:g} billion parameters "
-            f"with {CHANGED_FRACTION:.0%} changed ({version_bytes / 1e6:,.1f} MB) would take {takes_s:.1f} s to a replica."
+            f"One connection stores {up} and reads {down}. A version of {parameters / 1e9:g} billion "
+            "parameters "
+            f"with {CHANGED_FRACTION:.0%} changed ({version_bytes / 1e6:,.1f} MB) would take {takes_s:.1f} s "
+            "to a replica."
         )
         yield Finding("speed", "ok", found)
 
@@ -130,13 +143,17 @@ def _try_store(store: Store, parameters: float) -> Generator[Finding, None, None
 
 
 def _clock(stored_s: float, began_s: float, ended_s: float) -> Finding:
-    """Compare the store's clock, which `gc` and ages of heartbeats use, with this machine's, which measures lag."""
+    """Compare the store's clock, which `gc` and ages of heartbeats use, with this machine's, which measures
+    lag.
+    """
     if not stored_s:
         return Finding("clock", "ok", "The store has no modification times to compare with.")
     off_s = min(0.0, stored_s + 1 - began_s) + max(0.0, stored_s - ended_s)  # stores give whole seconds
     if abs(off_s) <= _CLOCK_S:
         return Finding("clock", "ok", "This machine's clock and the store's agree.")
-    found = f"This machine's clock is {abs(off_s):,.0f} s {'behind' if off_s > 0 else 'ahead of'} the store's."
+    found = (
+        f"This machine's clock is {abs(off_s):,.0f} s {'behind' if off_s > 0 else 'ahead of'} the store's."
+    )
     return Finding("clock", "warning", found, "Correct it, or lag will be wrong.")
 
 
@@ -150,7 +167,9 @@ def _unfinished(store: Store) -> Iterator[Finding]:
         return
     if sizes:
         found = f"{len(sizes)} temporary files of {sum(sizes):,} bytes are of writers that were killed, or that write now."
-        yield Finding("unfinished", "warning", found, "`deltasync gc` deletes those that are older than its --grace.")
+        yield Finding(
+            "unfinished", "warning", found, "`deltasync gc` deletes those that are older than its --grace."
+        )
 
 
 def _channel(reader: ChannelReader) -> Iterator[Finding]:
@@ -168,7 +187,9 @@ def _channel(reader: ChannelReader) -> Iterator[Finding]:
         yield Finding("channel", "ok", "The channel has no version yet.")
         return
     age_s = time.time() - newest.record.created_s
-    yield Finding("channel", "ok", f"The newest version is {version}; the last record was written {age_s:,.0f} s ago.")
+    yield Finding(
+        "channel", "ok", f"The newest version is {version}; the last record was written {age_s:,.0f} s ago."
+    )
     live = [beat for beat in beats if heartbeat.is_live(beat)]
     yield Finding("replicas", "ok", f"{len(live)} of {len(beats)} known replicas have a fresh heartbeat.")
     for beat in live:
@@ -181,7 +202,11 @@ def _installed() -> Iterator[Finding]:
     from packaging.requirements import Requirement
 
     for wanted in map(Requirement, metadata.requires("deltasync") or []):
-        if wanted.name not in ("vllm", "trl") or wanted.marker is None or not wanted.marker.evaluate({"extra": wanted.name}):
+        if (
+            wanted.name not in ("vllm", "trl")
+            or wanted.marker is None
+            or not wanted.marker.evaluate({"extra": wanted.name})
+        ):
             continue
         found = _version(wanted.name) or _version(f"{wanted.name}-cpu")
         if found is None:
@@ -189,14 +214,18 @@ def _installed() -> Iterator[Finding]:
         elif wanted.specifier.contains(found, prereleases=True):
             yield Finding(wanted.name, "ok", f"{found} is installed.")
         else:
-            yield Finding(wanted.name, "failure", f"{found} is installed; deltasync needs {wanted.specifier}.")
+            yield Finding(
+                wanted.name, "failure", f"{found} is installed; deltasync needs {wanted.specifier}."
+            )
 
 
 def _kernels() -> Finding:
     from deltasync.kernels import native
 
     if native.extension() is None:
-        return Finding("kernels", "warning", "They run in numpy, which is slow: the extension is missing.", native.CURE)
+        return Finding(
+            "kernels", "warning", "They run in numpy, which is slow: the extension is missing.", native.CURE
+        )
     return Finding("kernels", "ok", f"The extension uses {native.instructions()}.")
 
 
@@ -207,7 +236,9 @@ def _gpu() -> Finding:
         return Finding("gpu", "ok", f"PyTorch {torch.__version__} finds none; the CPU kernels are used.")
     name = torch.cuda.get_device_name()
     if importlib.util.find_spec("triton") is None:
-        return Finding("gpu", "warning", f"{name}, without Triton.", "Install the triton that matches this PyTorch.")
+        return Finding(
+            "gpu", "warning", f"{name}, without Triton.", "Install the triton that matches this PyTorch."
+        )
     return Finding("gpu", "ok", f"{name}, with Triton.")
 
 

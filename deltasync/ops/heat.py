@@ -32,8 +32,8 @@ def layer_of(name: str) -> str:
 def _read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
     """Return the changed elements of each tensor, from the tables of a record or part.
 
-    The result is empty for a record whose payload is in parts. Only the header and the counts are read, so no digest is
-    checked.
+    The result is empty for a record whose payload is in parts. Only the header and the counts are read, so no
+    digest is checked.
     """
     try:
         data = RangedFile(file.bytes, functools.partial(store.read_range, file.key)).header()
@@ -41,21 +41,29 @@ def _read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
         header = json.loads(data[8:size])
         metadata = header.get("__metadata__", {})
         if "vectors" not in metadata:
-            return {name: int(row["changed"]) for name, row in json.loads(metadata.get("patches", "{}")).items()}
+            return {
+                name: int(row["changed"]) for name, row in json.loads(metadata.get("patches", "{}")).items()
+            }
         found: dict[str, int] = {}
         for width, row in json.loads(metadata["vectors"]).items():
             names = layout.vectors[int(width)].names[row["tensor"] :][: row["tensors"]]
             if f".{width}.tensors" in header:
-                flags = np.unpackbits(_entry(store, file, header, size, f".{width}.tensors"), bitorder="little")
+                flags = np.unpackbits(
+                    _entry(store, file, header, size, f".{width}.tensors"), bitorder="little"
+                )
                 names = tuple(name for name, flag in zip(names, flags, strict=False) if flag)
-            found |= dict(zip(names, _entry(store, file, header, size, f".{width}.counts").tolist(), strict=True))
+            found |= dict(
+                zip(names, _entry(store, file, header, size, f".{width}.counts").tolist(), strict=True)
+            )
         return found
     except (CorruptDataError, KeyError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
 
 
 def changed_of(store: Store, info: ObjectInfo, delta: Delta, layout: Layout) -> Counter[str]:
-    """Return the changed elements of each tensor in a version, from its record's entry in a listing and its parts."""
+    """Return the changed elements of each tensor in a version, from its record's entry in a listing and its
+    parts.
+    """
     found = Counter[str]()
     for file in (File(key=info.key, bytes=info.bytes, sha256=""), *delta.parts):
         found.update(_read_changed(store, file, layout))
@@ -70,7 +78,9 @@ def _entry(store: Store, file: File, header: Mapping[str, Any], start: int, key:
     first, last = header[key]["data_offsets"]
     if not 0 <= first <= last <= file.bytes - start:
         raise ValueError(f"{key} has wrong offsets")
-    return np.frombuffer(store.read_range(file.key, start + first, start + last), _ENTRY_DTYPES[header[key]["dtype"]])
+    return np.frombuffer(
+        store.read_range(file.key, start + first, start + last), _ENTRY_DTYPES[header[key]["dtype"]]
+    )
 
 
 def by_layer(counts: Iterable[tuple[str, int]]) -> Counter[str]:

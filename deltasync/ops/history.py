@@ -1,4 +1,6 @@
-"""Ask the history of a run: which version first fails a check (`bisect`), which ones changed a tensor most (`blame`)."""
+"""Ask the history of a run: which version first fails a check (`bisect`), which ones changed a tensor most
+(`blame`).
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,8 @@ class Change:
     Attributes:
         version: Its number.
         step: The trainer's step; None if it named none.
-        changed: Number of elements that it changed of each of the tensors that were asked for, without those of which none;
-            None if it has full weights, or its payload cannot be read.
+        changed: Number of elements that it changed of each of the tensors that were asked for, without those
+            of which none; None if it has full weights, or its payload cannot be read.
         problem: Why it cannot be read; None if it can.
     """
 
@@ -40,7 +42,8 @@ class Change:
 
 
 def blame(reader: ChannelReader, pattern: str) -> list[Change]:
-    """Return what each version changed of the tensors whose names match a pattern, oldest first. Reads counts alone.
+    """Return what each version changed of the tensors whose names match a pattern, oldest first. Reads counts
+    alone.
 
     Raises:
         ConfigError: no tensor matches.
@@ -65,7 +68,9 @@ def _change(reader: ChannelReader, held: Scan, names: set[str], slot: Slot) -> C
     if record.delta is None:
         return Change(version=slot.version, step=record.step, changed=None)
     delta = record.delta
-    counts = result_or_error(lambda info: changed_of(reader.store, info, delta, reader.layout), held.infos[slot.key])
+    counts = result_or_error(
+        lambda info: changed_of(reader.store, info, delta, reader.layout), held.infos[slot.key]
+    )
     if isinstance(counts, DeltaSyncError):
         return Change(version=slot.version, step=record.step, changed=None, problem=counts)
     changed = {name: count for name, count in counts.items() if count and name in names}
@@ -79,14 +84,16 @@ def bisect(
     bad: int | None = None,
     on_test: Callable[[int, bool | None, int], object] = lambda version, is_good, left: None,
 ) -> tuple[int, int, list[int]]:
-    """Find the first version that fails a test. Tests both ends first, then about log2 of the versions between them.
+    """Find the first version that fails a test. Tests both ends first, then about log2 of the versions
+    between them.
 
     Args:
         reader: The channel.
         test: Called with a version and a directory with its checkpoint, which is deleted afterwards.
         good: A version that passes; the oldest by default.
         bad: A later version that fails; the newest by default.
-        on_test: Called with each version, what its test said, and the number of versions between good and bad.
+        on_test: Called with each version, what its test said, and the number of versions between good and
+            bad.
 
     Returns:
         The last good version, the first bad one, and the versions between them whose test could not tell.
@@ -99,7 +106,9 @@ def bisect(
     good, bad = numbers[0] if good is None else good, numbers[-1] if bad is None else bad
     for version in (good, bad):
         if version not in numbers:
-            raise MissingVersionError(f"Version {version} is not in {reader.store.url}: not published yet, or forgotten.")
+            raise MissingVersionError(
+                f"Version {version} is not in {reader.store.url}: not published yet, or forgotten."
+            )
     if good >= bad:
         raise ConfigError(f"Version {good}, the good one, must be before version {bad}, the bad one.")
     between = [number for number in numbers if good < number < bad]
@@ -115,7 +124,8 @@ def bisect(
         if (found := tested(version)) is not wanted:
             said = "could not be tested" if found is None else "passes" if found else "fails"
             raise ConfigError(
-                f"Version {version} {said}, so there is no first version that fails after {good}, up to {bad}."
+                f"Version {version} {said}, so there is no first version that fails after {good}, up to "
+                f"{bad}."
             )
     skipped: set[int] = set()
     while open_ := [number for number in between if number not in skipped]:

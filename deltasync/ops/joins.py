@@ -1,4 +1,6 @@
-"""Look whether somebody can still join a channel: its description, the newest version's chain, and that chain's files."""
+"""Look whether somebody can still join a channel: its description, the newest version's chain, and that
+chain's files.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,13 @@ from deltasync.ops.scan import exists
 from deltasync.serve import heartbeat
 
 _CURE = (
-    "A running publisher puts back what it knows and writes full weights; otherwise restore it from a copy of the channel. "
+    "A running publisher puts back what it knows and writes full weights; otherwise restore it from a copy "
+    "of the channel. "
     "Look for a rule of the bucket that deletes old objects."
 )
 _FOLDERS = 16  # of files that are listed one by one
-_AFTER = (keys.HEAD, keys.VERSIONS, keys.ANNOUNCEMENTS, keys.COMPACTIONS, keys.REPLICAS)  # stored only after channel.json
+# stored only after channel.json
+_AFTER = (keys.HEAD, keys.VERSIONS, keys.ANNOUNCEMENTS, keys.COMPACTIONS, keys.REPLICAS)
 
 
 def described(reader: ChannelReader) -> Channel:
@@ -35,13 +39,15 @@ def described(reader: ChannelReader) -> Channel:
         if left is None:
             raise
         raise MissingVersionError(
-            f"{reader.store.url} lacks its {keys.CHANNEL}, though something was published there ({left} is left). Nobody "
+            f"{reader.store.url} lacks its {keys.CHANNEL}, though something was published there ({left} is "
+            "left). Nobody "
             f"can join. {_CURE}"
         ) from None
 
 
 def check_join(reader: ChannelReader) -> VersionId | None:
-    """Check that all objects are there that somebody needs to join now. Returns the newest version, None before the first.
+    """Check that all objects are there that somebody needs to join now. Returns the newest version, None
+    before the first.
 
     The records of one chain are read, up to the `limits` of a chain; their files are only listed.
 
@@ -62,12 +68,16 @@ def _check(reader: ChannelReader, run_id: str) -> VersionId | None:
     named = None if head is None else head.newest
     is_later = named is not None and (newest is None or named.slot.newness > newest.slot.newness)
     if named is not None and is_later and not exists(reader.store, named.key):
-        raise MissingVersionError(f"{keys.HEAD} names version {named.version}, whose record {named.key} is missing.")
+        raise MissingVersionError(
+            f"{keys.HEAD} names version {named.version}, whose record {named.key} is missing."
+        )
     if newest is None:
         served = [beat for beat in heartbeat.read_all(reader.store, run_id) if beat.version is not None]
         if served:
             of, version = served[0].replica_id, served[0].version
-            raise MissingVersionError(f"Replica {of} names version {version}, and no record is in {reader.store.url}.")
+            raise MissingVersionError(
+                f"Replica {of} names version {version}, and no record is in {reader.store.url}."
+            )
         return None
     _check_files(reader, find_chain(reader, None, newest))
     return newest
@@ -77,7 +87,9 @@ def _check_files(reader: ChannelReader, chain: Sequence[StoredRecord]) -> None:
     """Check that the files of a chain's records are listed with their sizes. Raises MissingVersionError."""
     sizes: dict[str, int] = {}
     files = [
-        file for stored in chain for file in (stored.record.files if stored.use_anchor else stored.record.payload_files)
+        file
+        for stored in chain
+        for file in (stored.record.files if stored.use_anchor else stored.record.payload_files)
     ]
     folders = {"/".join(file.key.split("/")[:2]) + "/" for file in files}
     for prefix in sorted(folders if len(folders) <= _FOLDERS else {keys.ANCHORS, keys.PARTS}):

@@ -25,9 +25,10 @@ _REFRESH_S = 60.0  # between two listings of compactions and announced anchors
 class Relay:
     """Copies a channel to other stores, version by version, with the loop that replicas use. Not thread-safe.
 
-    The relay writes nothing to the source. At the targets it deletes nothing and replaces only head. Each target must be
-    empty or hold an earlier copy. Several relays may write to one target. `follow` is the loop; its `run` ends when it is
-    stopped. It uses the relay as a `Target`: `stage` copies files, `commit` records.
+    The relay writes nothing to the source. At the targets it deletes nothing and replaces only head. Each
+    target must be empty or hold an earlier copy. Several relays may write to one target. `follow` is the
+    loop; its `run` ends when it is stopped. It uses the relay as a `Target`: `stage` copies files, `commit`
+    records.
 
     Attributes:
         version: The newest version that every target has.
@@ -37,7 +38,9 @@ class Relay:
     held = False
     ignored: Sequence[str] = ()
 
-    def __init__(self, source: ChannelReader, targets: Sequence[Store], observer: Observer | None = None) -> None:
+    def __init__(
+        self, source: ChannelReader, targets: Sequence[Store], observer: Observer | None = None
+    ) -> None:
         urls = [source.store.url, *(target.url for target in targets)]
         if len(set(urls)) < len(urls):
             raise ConfigError("SOURCE and every TARGET must be different URLs.")
@@ -53,9 +56,9 @@ class Relay:
     def step(self, known: ObjectInfo | None = None) -> Copied | None:
         """Copy new objects, and return their sum over all targets; None if nothing was new.
 
-        After return every copied version is readable at every target. If this raises, the next step copies the rest. `known`
-        is the new record's entry in an event. Raises RunMismatchError, ChannelInUseError or ObjectExistsError if a target
-        holds something else.
+        After return every copied version is readable at every target. If this raises, the next step copies
+        the rest. `known` is the new record's entry in an event. Raises RunMismatchError, ChannelInUseError or
+        ObjectExistsError if a target holds something else.
         """
         before: VersionId | None = None
         while not self.follow.step(known=known) and self.version != before:
@@ -88,11 +91,18 @@ class Relay:
         self._behind, self._refresh_due_s = False, time.monotonic() + _REFRESH_S
 
     def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
-        """Copy the files of the next records. None if these do not continue this epoch, or if a file is damaged."""
+        """Copy the files of the next records. None if these do not continue this epoch, or if a file is
+        damaged.
+        """
         have, self._behind = self.version, True  # until the commit succeeds
         for stored in chain:
             # A new epoch also has a seal and a document to copy, which `settle` does.
-            if have is None or stored.is_shortcut or stored.record.base != have or stored.record.epoch != have.epoch:
+            if (
+                have is None
+                or stored.is_shortcut
+                or stored.record.base != have
+                or stored.record.epoch != have.epoch
+            ):
                 return None
             have = stored.version
         return chain if all([self._copy_files(stored) for stored in chain]) else None
@@ -128,10 +138,16 @@ class Relay:
         self._copied.note([self._store(stored.key, data)])
 
     def _new_shortcuts(self) -> list[StoredRecord]:
-        """Return the compactions and announced anchors that the targets lack, for versions that the targets have."""
+        """Return the compactions and announced anchors that the targets lack, for versions that the targets
+        have.
+        """
         assert self.version is not None
         new = [(span, info) for span, info in self._source.shortcuts() if info.key not in self._shortcuts]
-        found = [self._source.stored(info.key, known=info) for span, info in new if span.version <= self.version.version]
+        found = [
+            self._source.stored(info.key, known=info)
+            for span, info in new
+            if span.version <= self.version.version
+        ]
         return [stored for stored in found if stored.version.slot.newness <= self.version.slot.newness]
 
     def _copy_file(self, item: File) -> Outcome:
@@ -157,7 +173,9 @@ class Relay:
 
 
 def _create(target: Store, key: str, data: bytes) -> bool:
-    """Store an immutable object. Return False if it was there; raise ObjectExistsError if it was there with other bytes."""
+    """Store an immutable object. Return False if it was there; raise ObjectExistsError if it was there with
+    other bytes.
+    """
     if target.can_create:
         try:
             target.create(key, data)

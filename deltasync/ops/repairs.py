@@ -1,4 +1,6 @@
-"""Repair a channel: restore lost objects, or store shortcuts that replace them. The publisher may keep running."""
+"""Repair a channel: restore lost objects, or store shortcuts that replace them. The publisher may keep
+running.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Repaired:
 
     key: str
     problem: str  # the object's problem
-    outcome: str  # `put back`, `bypassed` (a replacement was stored), `not needed`, or `left`: no repair is possible now
+    # `put back`, `bypassed` (a replacement was stored), `not needed`, or `left`: no repair is possible now
+    outcome: str
     how: str  # details of the outcome
 
 
@@ -57,7 +60,11 @@ class Repair:
     @property
     def exit_code(self) -> int:
         """0 if every version is reachable and no outcome is `left`."""
-        return MissingVersionError.exit_code if self.lost or any(each.outcome == "left" for each in self.objects) else 0
+        return (
+            MissingVersionError.exit_code
+            if self.lost or any(each.outcome == "left" for each in self.objects)
+            else 0
+        )
 
 
 def repair(
@@ -67,12 +74,14 @@ def repair(
     replay: bool = True,
     signer: Signer | None = None,
 ) -> Repair:
-    """Restore missing and damaged objects from `source`, or store replacements. No other object is deleted or replaced.
+    """Restore missing and damaged objects from `source`, or store replacements. No other object is deleted or
+    replaced.
 
-    A replacement is a compaction, or a newer anchor instead of a damaged one, made from bits that are still readable.
-    Without such bits the object is left, and replicas recover at the publisher's next anchor. Without `replay` only the
-    sha256 of each file is checked, and nothing is applied. `reader` must be new, because an older one has cached
-    channel.json. `source_of` makes a `source`. If the store fails, earlier repairs remain.
+    A replacement is a compaction, or a newer anchor instead of a damaged one, made from bits that are still
+    readable. Without such bits the object is left, and replicas recover at the publisher's next anchor.
+    Without `replay` only the sha256 of each file is checked, and nothing is applied. `reader` must be new,
+    because an older one has cached channel.json. `source_of` makes a `source`. If the store fails, earlier
+    repairs remain.
     """
     objects = _restore_channel(reader, source)
     signing.require_signer(signer, reader.signed)
@@ -83,7 +92,11 @@ def repair(
         else:
             inspection.read_files()
         inspection.report()
-        tried = [] if source is None else [_restore(reader, source, damage) for damage in inspection.damages.values()]
+        tried = (
+            []
+            if source is None
+            else [_restore(reader, source, damage) for damage in inspection.damages.values()]
+        )
         restored = [each for each in tried if each is not None]
         objects += restored
         if not restored:
@@ -94,7 +107,9 @@ def repair(
 
 
 def source_of(place: str) -> Source:
-    """Return a source of lost bytes: a copy of the channel, or a directory of files named by sha256 (a node's cache)."""
+    """Return a source of lost bytes: a copy of the channel, or a directory of files named by sha256 (a node's
+    cache).
+    """
     directory = Path(place)
     if "://" in place or (directory / keys.CHANNEL).is_file():
         store = open_store(place if "://" in place else directory)
@@ -124,7 +139,9 @@ def _restore_channel(reader: ChannelReader, source: Source | None) -> list[Repai
         data = None if source is None else source(keys.CHANNEL, None, limits.CHANNEL_BYTES)
         if data is None or not _is_channel(reader, data):
             kind = NotPublishedError if isinstance(error, NotPublishedError) else CorruptDataError
-            raise kind(f"{error} channel.json can only be restored from a copy of the channel (--from).") from error
+            raise kind(
+                f"{error} channel.json can only be restored from a copy of the channel (--from)."
+            ) from error
         reader.store.put(keys.CHANNEL, data)
         reader.channel()
         return [Repaired(key=keys.CHANNEL, problem=str(error), outcome="put back", how="from the copy")]
@@ -203,7 +220,9 @@ def _replace(inspection: Inspection, signer: Signer | None, damage: Damage) -> t
 
 
 def _replace_record(inspection: Inspection, signer: Signer | None, slot: Slot) -> tuple[str, str]:
-    """Store a compaction from the previous version to the first later one that is reachable without this record."""
+    """Store a compaction from the previous version to the first later one that is reachable without this
+    record.
+    """
     versions = inspection.lineage
     if not versions or slot.newness > versions[0].newness:
         return "left", "it was the newest; the publisher continues after it with full weights"
@@ -216,7 +235,9 @@ def _replace_record(inspection: Inspection, signer: Signer | None, slot: Slot) -
         return "left", "no later version is readable; replicas recover at the publisher's next anchor"
     if slot.version - 1 not in readable:
         return "not needed", f"version {after[0]} is readable without it"
-    if inspection.reachable([readable[slot.version - 1]], anchors=False) & {readable[number] for number in after}:
+    if inspection.reachable([readable[slot.version - 1]], anchors=False) & {
+        readable[number] for number in after
+    }:
         return "not needed", "a compaction skips it"
     compaction = write_compaction(inspection.reader, slot.version - 1, after[0], signer=signer)
     inspection.shortcuts[compaction.key] = compaction
@@ -224,7 +245,9 @@ def _replace_record(inspection: Inspection, signer: Signer | None, slot: Slot) -
 
 
 def _replace_anchor(inspection: Inspection, signer: Signer | None, version: int) -> tuple[str, str]:
-    """Store an anchor of the newest readable version, unless an intact anchor of this or a later version exists."""
+    """Store an anchor of the newest readable version, unless an intact anchor of this or a later version
+    exists.
+    """
     reader = inspection.reader
     anchors = [each for each in inspection.edges() if each.use_anchor and inspection.usable(each)]
     newest = max((each.record.version for each in anchors), default=0)

@@ -1,7 +1,7 @@
 """Garbage collection: drop versions by retention rules, and delete files that no document names.
 
-A version is identified by its slot (number and epoch), because a damaged record has no other identity. Decisions are pure:
-documents and listings are arguments.
+A version is identified by its slot (number and epoch), because a damaged record has no other identity.
+Decisions are pure: documents and listings are arguments.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ Records = Mapping[Slot, Record | None]  # the record in each slot, None where it
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class KeepPolicy:
-    """The versions to keep: the newest `last`, the newest `anchors` with full weights, each `step_every` steps; the
-    newest.
+    """The versions to keep: the newest `last`, the newest `anchors` with full weights, each `step_every`
+    steps; the newest.
     """
 
     last: int | None = None
@@ -56,9 +56,11 @@ class RetentionPlan:
 
     asked: list[Slot]  # versions that the `KeepPolicy` selects
     leading: list[Slot]  # their bases, back to an anchor
-    recent: list[Slot]  # versions that were needed within the grace period, or that replicas serve, and their bases
+    # versions that were needed within the grace period, or that replicas serve, and their bases
+    recent: list[Slot]
     forgotten: list[Slot]
-    compactions: list[str]  # keys of compactions and announcements to delete, because one of their ends is not kept
+    # keys of compactions and announcements to delete, because one of their ends is not kept
+    compactions: list[str]
     keys: list[str]  # all objects to delete, in an order that leaves the kept versions readable at any moment
 
     @property
@@ -72,8 +74,10 @@ class Collected:
     """The result of `gc`: what it deleted, or would delete, and what it kept."""
 
     plan: RetentionPlan | None  # the versions; None if no rule was given, so that all stay
-    objects: list[ObjectInfo]  # deleted files that no document named, or only deleted records; unfinished ones last
-    heartbeats: list[str]  # keys of deleted heartbeats, which were older than a week, and than the grace period
+    # deleted files that no document named, or only deleted records; unfinished ones last
+    objects: list[ObjectInfo]
+    # keys of deleted heartbeats, which were older than a week, and than the grace period
+    heartbeats: list[str]
     waiting: list[ObjectInfo]  # kept files that no document names yet, but that their author may still name
     young: list[ObjectInfo]  # kept files that are newer than the grace period, named or not
 
@@ -84,12 +88,17 @@ class Contents:
 
     records: Records  # the record in each slot, None for damaged ones
     stored_s: Mapping[str, float]  # time of each record, compaction and announcement, by key
-    # For each version its shortcuts whose files all exist: their bases, None for an announced anchor, and their times.
+    # For each version its shortcuts whose files all exist: their bases, None for an announced anchor, and
+    # their times.
     shortcuts: Mapping[Slot, Mapping[Slot | None, float]] = dataclasses.field(default_factory=dict)
 
     def before(self, time_s: float) -> Contents:
         """Return the part that was stored before a time."""
-        records = {slot: record for slot, record in self.records.items() if was_stored(self.stored_s[slot.key], time_s)}
+        records = {
+            slot: record
+            for slot, record in self.records.items()
+            if was_stored(self.stored_s[slot.key], time_s)
+        }
         shortcuts = {
             slot: {base: stored_s for base, stored_s in bases.items() if was_stored(stored_s, time_s)}
             for slot, bases in self.shortcuts.items()
@@ -105,18 +114,23 @@ class Contents:
         return self._is_announced(slot) or (record is not None and record.anchor is not None)
 
     def chain_to(self, slot: Slot, passed: Collection[Slot] = ()) -> Iterator[Slot]:
-        """Yield a version and its bases, back to an anchor or to a version in `passed`, over compactions from an anchor."""
+        """Yield a version and its bases, back to an anchor or to a version in `passed`, over compactions from
+        an anchor.
+        """
         at: Slot | None = slot
         while at not in passed:
             if at is None or (at not in self.records and not self._is_announced(at)):
                 raise MissingVersionError(
-                    f"Version {slot.version} is to be kept, but is not readable, because an earlier version is missing. "
+                    f"Version {slot.version} is to be kept, but is not readable, because an earlier version "
+                    "is missing. "
                     "Nothing was deleted. Run `deltasync check`, or keep fewer versions."
                 )
             yield at
             if self.has_anchor(at):
                 return
-            compacted = [base for base in self.shortcuts.get(at, ()) if base is not None and self.has_anchor(base)]
+            compacted = [
+                base for base in self.shortcuts.get(at, ()) if base is not None and self.has_anchor(base)
+            ]
             if compacted:
                 yield max(compacted)
                 return
@@ -148,11 +162,17 @@ def _base(records: Records, slot: Slot) -> Slot | None:
     record = records[slot]
     if record is not None:
         return None if record.base is None else record.base.slot
-    return max((each for each in records if each.version == slot.version - 1 and each.epoch <= slot.epoch), default=None)
+    return max(
+        (each for each in records if each.version == slot.version - 1 and each.epoch <= slot.epoch),
+        default=None,
+    )
 
 
-def plan_retention(contents: Contents, keep: KeepPolicy, since_s: float, served: Collection[Slot] = ()) -> RetentionPlan:
-    """Choose the records to delete. Seals are kept, and damaged records at the end of an epoch, which may be seals.
+def plan_retention(
+    contents: Contents, keep: KeepPolicy, since_s: float, served: Collection[Slot] = ()
+) -> RetentionPlan:
+    """Choose the records to delete. Seals are kept, and damaged records at the end of an epoch, which may be
+    seals.
 
     Versions that were needed at `since_s` are kept too, unless it is infinity, and those that are `served`.
     """
@@ -176,7 +196,8 @@ def plan_retention(contents: Contents, keep: KeepPolicy, since_s: float, served:
     }
     versions = {slot for slot, record in records.items() if record is not None and record.is_version} & kept
     numbers = {slot.version for slot in kept}
-    compactions = {  # by version numbers, because one may be damaged; if epochs fork, more are kept than necessary
+    # by version numbers, because one may be damaged; if epochs fork, more are kept than necessary
+    compactions = {
         key: span
         for key, stored_s in contents.stored_s.items()
         if (span := keys.shortcut_of(key)) is not None
@@ -197,7 +218,9 @@ def plan_retention(contents: Contents, keep: KeepPolicy, since_s: float, served:
 
 
 def was_stored(stored_s: float, time_s: float) -> bool:
-    """Whether an object existed at a time. An object of unknown age (0) did not, unless the time is infinity."""
+    """Whether an object existed at a time. An object of unknown age (0) did not, unless the time is
+    infinity.
+    """
     return time_s == math.inf or 0 < stored_s <= time_s
 
 
@@ -213,14 +236,18 @@ def _asked(contents: Contents, keep: KeepPolicy) -> set[Slot]:
 
 
 class References:
-    """The files that records and shortcuts (None for damaged ones) name, or that their author may still name."""
+    """The files that records and shortcuts (None for damaged ones) name, or that their author may still
+    name.
+    """
 
     def __init__(self, records: Records, shortcuts: Mapping[str, Record | None]) -> None:
         found = [record for record in (*records.values(), *shortcuts.values()) if record is not None]
         self._keys = {file.key for record in found for file in record.files}
         self._folders = {record.anchor.directory for record in found if record.anchor is not None}
         self._damaged = {slot for slot, record in records.items() if record is None}
-        versions = {slot: record for slot, record in records.items() if record is not None and record.is_version}
+        versions = {
+            slot: record for slot, record in records.items() if record is not None and record.is_version
+        }
         anchored = [slot for slot, record in versions.items() if record.anchor is not None]
         for key, found_there in shortcuts.items():
             span = keys.shortcut_of(key)
@@ -230,7 +257,8 @@ class References:
             elif found_there.anchor is not None:
                 anchored.append(Slot(span.version, span.epoch))
         self._last = {slot.epoch: slot.version for slot in sorted(versions)}  # newest version of each epoch
-        self._anchors = {slot.epoch: slot.version for slot in sorted(anchored)}  # newest anchor of each author
+        # newest anchor of each author
+        self._anchors = {slot.epoch: slot.version for slot in sorted(anchored)}
         self._newest_epoch = max(self._last, default="")
 
     def __contains__(self, key: str) -> bool:
@@ -239,7 +267,9 @@ class References:
         return key in self._keys or folder in self._folders or keys.file_of(key) in self._damaged
 
     def in_progress(self, key: str) -> bool:
-        """Whether a file's author may still name it, because no later writer has published. Its age does not matter."""
+        """Whether a file's author may still name it, because no later writer has published. Its age does not
+        matter.
+        """
         of = keys.file_of(key)
         assert of is not None
         last = self._anchors if key.startswith(keys.ANCHORS) else self._last
@@ -249,17 +279,19 @@ class References:
 def gc(
     reader: ChannelReader, keep: KeepPolicy | None = None, *, grace_s: float = GRACE_S, dry_run: bool = False
 ) -> Collected:
-    """Delete the records of all versions except those to keep and their bases, then files that no document names any more.
+    """Delete the records of all versions except those to keep and their bases, then files that no document
+    names any more.
 
-    With `keep` None all versions stay. Versions that were needed less than `grace_s` ago are kept, and files that were
-    stored less than `grace_s` ago, because readers may use them: it must exceed the time from a reader's plan to its last
-    read, and from a writer's upload of an anchor's file to the announcement. Versions that heartbeats name are kept too,
-    unless that boot has stopped, or was not heard of for `grace_s` and at least a minute. All ages are by the store's clock.
-    Records are deleted one by one,
-    newest first, so that the remaining versions are readable at any moment. After an interruption, a call with the same
-    `keep` finishes the work. If a version to keep cannot be read, nothing is deleted (MissingVersionError). A `dry_run`
-    writes nothing, so that it cannot ask what time it is at the store: it takes this machine's clock for the ages of
-    objects, unless a newer object shows that it is later, and counts each replica that the newest heartbeats let live.
+    With `keep` None all versions stay. Versions that were needed less than `grace_s` ago are kept, and files
+    that were stored less than `grace_s` ago, because readers may use them: it must exceed the time from a
+    reader's plan to its last read, and from a writer's upload of an anchor's file to the announcement.
+    Versions that heartbeats name are kept too, unless that boot has stopped, or was not heard of for
+    `grace_s` and at least a minute. All ages are by the store's clock. Records are deleted one by one, newest
+    first, so that the remaining versions are readable at any moment. After an interruption, a call with the
+    same `keep` finishes the work. If a version to keep cannot be read, nothing is deleted
+    (MissingVersionError). A `dry_run` writes nothing, so that it cannot ask what time it is at the store: it
+    takes this machine's clock for the ages of objects, unless a newer object shows that it is later, and
+    counts each replica that the newest heartbeats let live.
 
     The order of its reads makes it safe while a publisher or another tool runs:
 
@@ -276,11 +308,14 @@ def gc(
     clock = StoreClock(store, may_write=not dry_run)
     with contextlib.suppress(StoreError):  # on a full disk nothing can be stored before something was deleted
         clock.measure()
-    if not clock.is_measured:  # a listing that lags, or no right to write: it is not earlier than the newest object says
+    # a listing that lags, or no right to write: it is not earlier than the newest object says
+    if not clock.is_measured:
         clock.note(store.list(""))
     now_s = max(clock.now_s, time.time()) if dry_run else clock.now_s
     since_s = math.inf if grace_s <= 0 else now_s - grace_s
-    files = [info for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix) if keys.file_of(info.key)]
+    files = [
+        info for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix) if keys.file_of(info.key)
+    ]
     stale_s = now_s - max(grace_s, _STALE_HEARTBEAT_S)
     heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < stale_s]
     old = [info for info in files if was_stored(info.modified_s, since_s)]
@@ -298,7 +333,8 @@ def gc(
     found = sorted(set(unnamed).difference(waiting), key=lambda info: info.key)
     if not dry_run:
         records = [] if plan is None else plan.keys
-        for done, key in enumerate(records, start=1):  # one by one, because a store deletes a batch in any order
+        # one by one, because a store deletes a batch in any order
+        for done, key in enumerate(records, start=1):
             store.delete(key)
             progressed("records deleted", done, len(records))
         for info in dead:
@@ -309,16 +345,25 @@ def gc(
             store.delete(*doomed[start : start + _BATCH])
             progressed("files deleted", min(start + _BATCH, len(doomed)), len(doomed))
         freed_bytes = sum(info.bytes for info in [*found, *dead])
-        logger.info("collected garbage records=%d objects=%d bytes=%d", len(records), len(found) + len(dead), freed_bytes)
+        logger.info(
+            "collected garbage records=%d objects=%d bytes=%d",
+            len(records),
+            len(found) + len(dead),
+            freed_bytes,
+        )
     young = sorted({*files, *halves}.difference(old, dead), key=lambda info: info.key)
     return Collected(plan=plan, objects=[*found, *dead], heartbeats=heartbeats, waiting=waiting, young=young)
 
 
 def _served(reader: ChannelReader, held: Scan, clock: StoreClock, within_s: float) -> set[Slot]:
-    """Return the versions that boots of replicas serve, or are pinned to, of which each was heard of within a time."""
+    """Return the versions that boots of replicas serve, or are pinned to, of which each was heard of within a
+    time.
+    """
     numbered = {slot.version: slot for slot in lineage(held.records)}
     found: set[Slot] = set()
-    for beat in heartbeat.Heartbeats(reader.store, reader.channel().run_id, clock, decides=True).boots(within_s):
+    for beat in heartbeat.Heartbeats(reader.store, reader.channel().run_id, clock, decides=True).boots(
+        within_s
+    ):
         if beat.state != heartbeat.STOPPED:
             pinned = int(beat.pin) if beat.pin is not None and beat.pin.isdecimal() else None
             found.update(numbered[number] for number in (pinned, beat.version) if number in numbered)
@@ -340,8 +385,12 @@ def _contents(store: Store, held: Scan) -> Contents:
     return Contents(records=held.records, stored_s=stored_s, shortcuts=found)
 
 
-def _references(reader: ChannelReader, held: Scan, files: Sequence[ObjectInfo], plan: RetentionPlan | None) -> References:
-    """Return what names these files once the plan is done, including records that a listing may not show yet."""
+def _references(
+    reader: ChannelReader, held: Scan, files: Sequence[ObjectInfo], plan: RetentionPlan | None
+) -> References:
+    """Return what names these files once the plan is done, including records that a listing may not show
+    yet.
+    """
     gone = set() if plan is None else set(plan.keys)
     records = {slot: record for slot, record in held.records.items() if slot.key not in gone}
     shortcuts = {key: record for key, record in held.shortcuts.items() if key not in gone}
@@ -350,7 +399,9 @@ def _references(reader: ChannelReader, held: Scan, files: Sequence[ObjectInfo], 
     for key in (info.key for info in files if info.key not in references):
         of = keys.file_of(key)
         assert of is not None
-        places |= {of.key, keys.announcement(of.version, of.epoch)} if key.startswith(keys.ANCHORS) else {of.key}
+        places |= (
+            {of.key, keys.announcement(of.version, of.epoch)} if key.startswith(keys.ANCHORS) else {of.key}
+        )
     unlisted = sorted(places.difference((slot.key for slot in held.records), held.shortcuts))
 
     def read(key: str) -> Record:

@@ -1,4 +1,6 @@
-"""Scan a channel: list its records, compactions and announcements, and read their documents with several threads."""
+"""Scan a channel: list its records, compactions and announcements, and read their documents with several
+threads.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,13 @@ from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.errors import DeltaSyncError, FormatError, MissingVersionError, ObjectMissingError, TransientStoreError
+from deltasync.errors import (
+    DeltaSyncError,
+    FormatError,
+    MissingVersionError,
+    ObjectMissingError,
+    TransientStoreError,
+)
 from deltasync.stores.base import ObjectInfo, Store, WrappedStore
 from deltasync.stores.retries import retried
 from deltasync.threads import ahead
@@ -51,7 +59,8 @@ def progressed(what: str, done: int, total: int) -> None:
 def in_parallel(
     action: Callable[[_Item], _Result], items: Sequence[_Item], what: str | None, threads: int = THREADS
 ) -> list[_Result]:
-    """Apply `action` to each item with several threads, and return the results in order. The first error ends the loop.
+    """Apply `action` to each item with several threads, and return the results in order. The first error ends
+    the loop.
 
     `what` names the work in reports of progress; None for no reports.
     """
@@ -66,7 +75,9 @@ def in_parallel(
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Scan:
-    """Records, compactions and announcements of a channel, without those that were forgotten during the scan."""
+    """Records, compactions and announcements of a channel, without those that were forgotten during the
+    scan.
+    """
 
     infos: dict[str, ObjectInfo]  # the listing's entry of each record, compaction and announcement, by key
     records: dict[Slot, Record | None]  # ascending; None for damaged ones
@@ -86,7 +97,9 @@ def digests(records: Collection[Record]) -> dict[Slot, str]:
 
 
 def identities(reader: ChannelReader, held: Scan, slots: Iterable[Slot]) -> dict[Slot, str]:
-    """Return the digests of these records. A record that no other one names, such as the newest, is read as a whole."""
+    """Return the digests of these records. A record that no other one names, such as the newest, is read as a
+    whole.
+    """
     found = digests(held.whole())
     for slot in [slot for slot in slots if slot not in found]:
         with contextlib.suppress(FormatError):
@@ -105,9 +118,9 @@ def scan_channel(
 ) -> Scan:
     """List records, compactions and announcements, and read their documents.
 
-    `wanted` selects the slots whose documents are read, from all slots in ascending order. With `anchors_only`, compactions
-    are listed but not read. With `whole`, whole objects are read; otherwise only the document at the end, without checking
-    its digest. Raises like `check_listing`.
+    `wanted` selects the slots whose documents are read, from all slots in ascending order. With
+    `anchors_only`, compactions are listed but not read. With `whole`, whole objects are read; otherwise only
+    the document at the end, without checking its digest. Raises like `check_listing`.
     """
 
     def read(info: ObjectInfo) -> StoredRecord | Record:
@@ -119,7 +132,9 @@ def scan_channel(
     listed_shortcuts = reader.shortcuts()
     shortcuts = [info for span, info in listed_shortcuts if not anchors_only or span.base == 0]
     infos = [*slots.values(), *shortcuts]
-    results = in_parallel(lambda info: result_or_error(read, info), infos, "records", WHOLE if whole else THREADS)
+    results = in_parallel(
+        lambda info: result_or_error(read, info), infos, "records", WHOLE if whole else THREADS
+    )
     read_of = {info.key: found for info, found in zip(infos, results, strict=True)}
     gone = {key for key, found in read_of.items() if isinstance(found, MissingVersionError)}
     stored = {key: found for key, found in read_of.items() if isinstance(found, StoredRecord)}
@@ -130,7 +145,11 @@ def scan_channel(
         named = digests([*documents.values()])
         check_listing(reader, [slot.key for slot in named if slot not in listed and slot.newness < last])
     return Scan(
-        infos={info.key: info for info in (*slots.values(), *dict(listed_shortcuts).values()) if info.key not in gone},
+        infos={
+            info.key: info
+            for info in (*slots.values(), *dict(listed_shortcuts).values())
+            if info.key not in gone
+        },
         records={slot: documents.get(slot.key) for slot in slots if slot.key not in gone},
         shortcuts={info.key: documents.get(info.key) for info in shortcuts if info.key not in gone},
         problems={key: found for key, found in read_of.items() if isinstance(found, FormatError)},
@@ -175,13 +194,16 @@ def exists(store: Store, key: str) -> bool:
 
 
 def check_listing(reader: ChannelReader, unlisted: Sequence[str]) -> None:
-    """Check that objects missing from a listing do not exist; else the listing is wrong, late or truncated, and it
-    raises.
+    """Check that objects missing from a listing do not exist; else the listing is wrong, late or truncated,
+    and it raises.
     """
-    for key, found in zip(unlisted, in_parallel(functools.partial(exists, reader.store), unlisted, None), strict=True):
+    for key, found in zip(
+        unlisted, in_parallel(functools.partial(exists, reader.store), unlisted, None), strict=True
+    ):
         if found:
             raise TransientStoreError(
-                f"The listing of {reader.store.url} is incomplete: it omits {key}, which exists. Nothing was changed; "
+                f"The listing of {reader.store.url} is incomplete: it omits {key}, which exists. Nothing was "
+                "changed; "
                 "try again."
             )
 

@@ -1,6 +1,7 @@
 """Write a channel: detect what changed, encode it, and make it visible as the next version.
 
-The names are imported on first use, so that what reads a stream or compares weights loads no more than that needs.
+The names are imported on first use, so that what reads a stream or compares weights loads no more than that
+needs.
 """
 
 from __future__ import annotations

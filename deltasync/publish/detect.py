@@ -1,4 +1,6 @@
-"""DETECT on the host: how tensors differ from a shadow's bits there, and how they cross to it. Comparing only reads."""
+"""DETECT on the host: how tensors differ from a shadow's bits there, and how they cross to it. Comparing only
+reads.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +19,18 @@ from deltasync.tensors.bits import cast, has_nan, nan_bounds, served_dtype
 from deltasync.trainer.stream import pieces
 
 PIECE_BYTES = 32 << 20
-"""Most bytes that cross to the host at once, through pinned memory. A power of two, up to which PyTorch would round it."""
+"""Most bytes that cross to the host at once, through pinned memory. A power of two, up to which PyTorch would
+round it.
+"""
 
 _FIRST_GUESS = 1 / 64  # fraction of the elements that is expected to change, before anything is known
 _BATCH = 1 << 26  # elements that are compared by one call
-_COPIED = 1 << 20  # elements of a tensor that is copied, to be compared with others, where its memory may be used again
+# elements of a tensor that is copied, to be compared with others, where its memory may be used again
+_COPIED = 1 << 20
 _COPIES_BYTES = 4 << 20
-"""Bytes of tensors in another dtype or order than the published one, of which copies are compared together."""
+"""Bytes of tensors in another dtype or order than the published one, of which copies are compared
+together.
+"""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -54,7 +61,9 @@ Looks = tuple[list[torch.dtype], list[torch.Size], list[torch.device], list[bool
 
 
 def looks_of(held: Sequence[torch.Tensor]) -> Looks:
-    """Return dtypes, shapes, devices, and which are contiguous or negated; no Python is called for a tensor."""
+    """Return dtypes, shapes, devices, and which are contiguous or negated; no Python is called for a
+    tensor.
+    """
     contiguous, negated = [*map(torch.Tensor.is_contiguous, held)], [*map(torch.Tensor.is_neg, held)]
     return [*map(_DTYPE, held)], [*map(_SHAPE, held)], [*map(_DEVICE, held)], contiguous, negated
 
@@ -65,7 +74,8 @@ def addresses_of(held: Sequence[torch.Tensor]) -> np.ndarray:
 
 
 def on_host(held: torch.Tensor, dtype: str) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield a tensor of an accelerator, cast, in flat pieces on the host, each with the index of its first element.
+    """Yield a tensor of an accelerator, cast, in flat pieces on the host, each with the index of its first
+    element.
 
     A piece is valid until the next one is asked for, which crosses meanwhile.
     """
@@ -111,18 +121,27 @@ class HostShadow:
 
     device = None
 
-    def __init__(self, layout: Layout, ranges: Mapping[str, tuple[int, int]], bits: Mapping[str, np.ndarray]) -> None:
+    def __init__(
+        self, layout: Layout, ranges: Mapping[str, tuple[int, int]], bits: Mapping[str, np.ndarray]
+    ) -> None:
         self.bits = dict(bits)
         self._layout, self._ranges = layout, ranges
         vectors = layout.vectors
-        # By width, of each tensor: the first held element, how many there are, its address, and bounds of `native.compare`.
-        self._start_T = {w: np.array([ranges[name][0] for name in of.names], np.int64) for w, of in vectors.items()}
+        # By width, of each tensor: the first held element, how many there are, its address, and bounds of
+        # `native.compare`.
+        self._start_T = {
+            w: np.array([ranges[name][0] for name in of.names], np.int64) for w, of in vectors.items()
+        }
         held = {width: [bits[name] for name in of.names] for width, of in vectors.items()}
         self._count_T = {width: np.array([each.size for each in of], np.int64) for width, of in held.items()}
-        self._address_T = {width: np.array([each.ctypes.data for each in of], np.int64) for width, of in held.items()}
-        self._bound_T2 = {w: np.array([nan_bounds(spec) for spec in of.specs], np.uint64) for w, of in vectors.items()}
-        # Of the planned tensors: by width the places of those that are compared as they are, with their rows, which lack the
-        # address of new bits; and the places and names of the others.
+        self._address_T = {
+            width: np.array([each.ctypes.data for each in of], np.int64) for width, of in held.items()
+        }
+        self._bound_T2 = {
+            w: np.array([nan_bounds(spec) for spec in of.specs], np.uint64) for w, of in vectors.items()
+        }
+        # Of the planned tensors: by width the places of those that are compared as they are, with their rows,
+        # which lack the address of new bits; and the places and names of the others.
         self._rows: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._others: list[tuple[int, str]] = []
         self._fraction: dict[int, float] = {}
@@ -137,7 +156,10 @@ class HostShadow:
     def digests(self, names: Sequence[str]) -> list[int]:
         """Return the share of these ranges in the fingerprints of their tensors, computed from the bits."""
         keys = map(fingerprint.tensor_key, names)
-        return [native.fingerprint(key, self.bits[n], self._ranges[n][0]) for key, n in zip(keys, names, strict=True)]
+        return [
+            native.fingerprint(key, self.bits[n], self._ranges[n][0])
+            for key, n in zip(keys, names, strict=True)
+        ]
 
     def plan(self, names: Sequence[str], held: Sequence[torch.Tensor]) -> None:
         """Make the table for `compare`. Only addresses and bits of the tensors may change from here on."""
@@ -150,7 +172,12 @@ class HostShadow:
             at_R = np.flatnonzero(is_row_S & (place_S2[:, 0] == width))
             at_R = at_R[np.argsort(place_S2[at_R, 1])]
             tensor_R = place_S2[at_R, 1]
-            columns = tensor_R, self._start_T[width][tensor_R], count_S[at_R], self._address_T[width][tensor_R]
+            columns = (
+                tensor_R,
+                self._start_T[width][tensor_R],
+                count_S[at_R],
+                self._address_T[width][tensor_R],
+            )
             self._rows[width] = at_R, np.stack((*columns, np.zeros_like(tensor_R)), axis=1)
 
     def compare(self, held: Sequence[torch.Tensor]) -> Difference:
@@ -178,7 +205,8 @@ class HostShadow:
             native.add(self._layout.vectors[width], self._zero_T(width), steps)
 
     def gains(self, delta: Delta) -> dict[int, np.ndarray]:
-        """Return what steps that the bits have taken have added to the fingerprints, by width; uint64[T] each.
+        """Return what steps that the bits have taken have added to the fingerprints, by width; uint64[T]
+        each.
 
         Raises:
             CorruptDataError: they are of elements that are not held.
@@ -203,7 +231,11 @@ class HostShadow:
 
     def _is_served(self, name: str, held: torch.Tensor) -> bool:
         """Whether a tensor is compared as it is: on the host, in order, in the served dtype."""
-        return held.is_cpu and held.is_contiguous() and held.dtype is getattr(torch, self._layout.specs[name].dtype)
+        return (
+            held.is_cpu
+            and held.is_contiguous()
+            and held.dtype is getattr(torch, self._layout.specs[name].dtype)
+        )
 
     def _begin(self) -> None:
         """Nothing was found, and nothing waits to be compared."""
@@ -214,9 +246,13 @@ class HostShadow:
         self._clear()
 
     def _launch(self, width: int, row_RF: np.ndarray) -> None:
-        """Compare rows of one vector, which are in the order of positions. As many changes as the last time are expected."""
+        """Compare rows of one vector, which are in the order of positions. As many changes as the last time
+        are expected.
+        """
         expected = int(self._fraction.get(width, _FIRST_GUESS) * row_RF[:, 2].sum())
-        steps, gain_T, above_T = native.compare(row_RF, self._layout.vectors[width], self._bound_T2[width], expected)
+        steps, gain_T, above_T = native.compare(
+            row_RF, self._layout.vectors[width], self._bound_T2[width], expected
+        )
         if steps.at_K.size:
             self._pieces.append(Delta(self._layout, {width: steps}))
             self._gains[width] += gain_T
@@ -229,7 +265,9 @@ class HostShadow:
         self._count = self._copied_bytes = 0
 
     def _add(self, name: str, held: torch.Tensor, *, lasting: bool) -> None:
-        """Add a tensor's range, in any dtype, order and place. Its memory may change after return unless it is lasting."""
+        """Add a tensor's range, in any dtype, order and place. Its memory may change after return unless it
+        is lasting.
+        """
         dtype, start, held = self._layout.specs[name].dtype, self._ranges[name][0], held.detach()
         if not held.is_cpu:
             for at, piece in on_host(held, dtype):
@@ -260,7 +298,9 @@ class HostShadow:
         for width, given in self._waiting.items():
             row_R4 = np.array(sorted(given), np.int64)
             tensor_R = row_R4[:, 0]
-            address_R = self._address_T[width][tensor_R] + (row_R4[:, 1] - self._start_T[width][tensor_R]) * width
+            address_R = (
+                self._address_T[width][tensor_R] + (row_R4[:, 1] - self._start_T[width][tensor_R]) * width
+            )
             self._launch(width, np.insert(row_R4, 3, address_R, axis=1))
         self._clear()
 

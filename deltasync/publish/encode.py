@@ -42,10 +42,11 @@ class GroupEncoder:
     def encode(
         self, job: Pending, put: Callable[[int, bytes], Future[File]], *, inline: bool = True
     ) -> tuple[list[Future[File]], Encoded | None, int]:
-        """Encode and prove a delta. Return its parts, which are being stored, the payload for the record, and all bytes.
+        """Encode and prove a delta. Return its parts, which are being stored, the payload for the record, and
+        all bytes.
 
-        The job's shadow must not change meanwhile. `put` begins to store a part, by its number from 1 on. With `inline` the
-        last group may go into the record.
+        The job's shadow must not change meanwhile. `put` begins to store a part, by its number from 1 on.
+        With `inline` the last group may go into the record.
 
         Raises:
             CorruptDataError: a payload does not decode to what was encoded, or the shadow has been damaged.
@@ -83,7 +84,9 @@ class GroupEncoder:
             stored.append((f"Payload {len(stored) + 1} of version {job.version}", encoded.to_bytes()))
             yield encoded, stored[-1][1]
         # All at once, while the parts are on their way.
-        self._device.prove(record_of(self.codec_name, job.version, job.version - 1, delta.changed), delta, digests, stored)
+        self._device.prove(
+            record_of(self.codec_name, job.version, job.version - 1, delta.changed), delta, digests, stored
+        )
 
 
 def _stored(
@@ -112,9 +115,10 @@ def encode(
 ) -> tuple[Encoded, bytes]:
     """Return the payload of steps from version `base` on, and its bytes, which were decoded as a reader does.
 
-    `new` returns the range of a tensor that is held, with the bits of the version, and its first flat index; `fingerprints`
-    are those of the whole tensors at the version. With the `job` that the version is of, the decoded steps must lead from
-    the old bits to bits of these fingerprints; otherwise they must be those that were encoded.
+    `new` returns the range of a tensor that is held, with the bits of the version, and its first flat index;
+    `fingerprints` are those of the whole tensors at the version. With the `job` that the version is of, the
+    decoded steps must lead from the old bits to bits of these fingerprints; otherwise they must be those that
+    were encoded.
 
     Raises:
         CorruptDataError: the payload decodes to something else.
@@ -126,7 +130,9 @@ def encode(
         new_N, start = new(name)
         return RangeBits(new_N, start, layout.specs[name].element_count, delta.of(name))
 
-    found, digests = payloads.decode(record_of(codec_name, version, base, delta.changed), [(what, data)], layout, old)
+    found, digests = payloads.decode(
+        record_of(codec_name, version, base, delta.changed), [(what, data)], layout, old
+    )
     gains = None if job is None else job.shadow.gains(found)
     if job is None or gains is None:
         are_same = found.steps.keys() == delta.steps.keys() and all(
@@ -171,7 +177,8 @@ def record_of(codec_name: str, version: int, base: int, changed: int) -> Record:
 
 
 class DeviceCoder:
-    """Encodes and proves deltas of a model on the device where the first one is, on a stream of its own. Needs triton.
+    """Encodes and proves deltas of a model on the device where the first one is, on a stream of its own.
+    Needs triton.
 
     Args:
         delta: The first delta.
@@ -191,7 +198,12 @@ class DeviceCoder:
             self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no annotation
 
     def encode(
-        self, codec_name: str, delta: DeviceDelta, digests: Mapping[int, np.ndarray], version: int, pieces: Sequence[Piece]
+        self,
+        codec_name: str,
+        delta: DeviceDelta,
+        digests: Mapping[int, np.ndarray],
+        version: int,
+        pieces: Sequence[Piece],
     ) -> Iterator[Encoded]:
         """Yield the payloads that lead to a version from the one before; see `DeviceCodec.encode`."""
         found = self._codec.encode(codec_name, delta, digests, version, version - 1, pieces)
@@ -203,9 +215,14 @@ class DeviceCoder:
             yield encoded
 
     def prove(
-        self, record: Record, delta: DeviceDelta, digests: Mapping[int, np.ndarray], stored: Sequence[tuple[str, bytes]]
+        self,
+        record: Record,
+        delta: DeviceDelta,
+        digests: Mapping[int, np.ndarray],
+        stored: Sequence[tuple[str, bytes]],
     ) -> None:
-        """Decode payloads, with their names, as a reader of the record does, and compare them with what was encoded.
+        """Decode payloads, with their names, as a reader of the record does, and compare them with what was
+        encoded.
 
         Raises:
             CorruptDataError: they differ.
@@ -213,7 +230,9 @@ class DeviceCoder:
         from deltasync.gpu.codec import Places
 
         with self.after(delta):
-            places = {width: Places.of(self.layout.vectors[width], bits) for width, bits in delta.bits.items()}
+            places = {
+                width: Places.of(self.layout.vectors[width], bits) for width, bits in delta.bits.items()
+            }
             found = payloads.decode_there(record, stored, self._codec, places, delta)
             right = found.keys() == delta.steps.keys()
             for width, steps in delta.steps.items() if right else ():
@@ -227,7 +246,8 @@ class DeviceCoder:
                 )
         if not right:
             raise CorruptDataError(
-                f"The payloads to version {record.version} decode to other bits than were encoded; no record names them."
+                f"The payloads to version {record.version} decode to other bits than were encoded; no record "
+                "names them."
             )
 
     @contextlib.contextmanager

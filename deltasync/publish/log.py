@@ -2,8 +2,8 @@
 
 Crash points of `Log.append`, for version v + 1:
 
-    before the put of the record     nothing visible; files that nothing names are garbage for `gc`
-    the put got no answer            v or v + 1 is visible; the record stays pending, and its bytes are put again
+    before the put of the record     nothing visible; files that nothing names are garbage for `gc` the put
+    got no answer            v or v + 1 is visible; the record stays pending, and its bytes are put again
     after the put                    v + 1 is visible as a whole; head follows, and nobody waits for it
 """
 
@@ -75,7 +75,8 @@ class Lease:
     A request is assumed to take effect within `settle_s - recheck_s` after it was sent, or never.
 
     Attributes:
-        settle_s: How long a new writer waits for requests of the one before; `ConfigError` if that is too short.
+        settle_s: How long a new writer waits for requests of the one before; `ConfigError` if that is too
+            short.
         recheck_s: How long a writer may rely on its last look at the epochs.
         request_s: After how long the store gives up the request that follows a look.
     """
@@ -87,7 +88,8 @@ class Lease:
     def __post_init__(self) -> None:
         if self.settle_s <= self.recheck_s + self.request_s:
             raise ConfigError(
-                f"settle_s must be more than {self.recheck_s + self.request_s:g} s, and is {self.settle_s:g} s."
+                f"settle_s must be more than {self.recheck_s + self.request_s:g} s, and is {self.settle_s:g} "
+                "s."
             )
 
     def wait(self, claimed_s: float) -> None:
@@ -99,8 +101,8 @@ class Lease:
 
 
 class Log:
-    """Puts records, files, compactions and head as `docs/format.md` says. One thread appends; other methods may run in
-    several.
+    """Puts records, files, compactions and head as `docs/format.md` says. One thread appends; other methods
+    may run in several.
 
     Args:
         lease: How this writer takes over, and notices that another one does; None where the store decides.
@@ -164,7 +166,9 @@ class Log:
         return 1 if newest is None else newest.version + 1
 
     def attempt(self, version: int) -> int:
-        """Return the number of attempts at a version that were given up; part of the names of its folders (`keys`)."""
+        """Return the number of attempts at a version that were given up; part of the names of its folders
+        (`keys`).
+        """
         return self._attempts.get(version, 0)
 
     def give_up(self, version: int) -> None:
@@ -172,11 +176,13 @@ class Log:
         self._attempts[version] = self.attempt(version) + 1
 
     def put_file(self, folder: str, name: str, data: bytes | memoryview) -> File:
-        """Store a part, or a file of an anchor, in a folder of this epoch and the current `attempt`. After return: durable.
+        """Store a part, or a file of an anchor, in a folder of this epoch and the current `attempt`. After
+        return: durable.
 
         Raises:
             FencedError: another publisher has opened the channel.
-            StoreError: it may be stored, or may be later. A caller that does not put the same bytes again calls `give_up`.
+            StoreError: it may be stored, or may be later. A caller that does not put the same bytes again
+                calls `give_up`.
         """
         self._check()
         file = put_file(self.store, f"{folder}/{name}", data)
@@ -184,10 +190,12 @@ class Log:
         return file
 
     def create_channel(self, channel: Channel) -> Channel:
-        """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call repeats it.
+        """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call
+        repeats it.
 
         Returns:
-            The stored document, always that of the first call, with `run_id`, `epoch`, `fencing` and `owner` filled in.
+            The stored document, always that of the first call, with `run_id`, `epoch`, `fencing` and `owner`
+            filled in.
 
         Raises:
             FencedError: another publisher created it.
@@ -197,27 +205,34 @@ class Log:
         self._check()
         if self._new_channel is None:
             owner = msgspec.UNSET if self._owner is None else self._owner
-            filled = dataclasses.replace(channel, run_id=self.run_id, epoch=self.epoch, fencing=self.fencing, owner=owner)
+            filled = dataclasses.replace(
+                channel, run_id=self.run_id, epoch=self.epoch, fencing=self.fencing, owner=owner
+            )
             data = documents.encode(filled)
             if self._signer is not None:
                 data = self._signer.seal(keys.CHANNEL, data)
             if len(data) > limits.CHANNEL_BYTES:
-                raise ConfigError(f"The table of {len(channel.tensors)} tensors has more bytes than channel.json may have.")
+                raise ConfigError(
+                    f"The table of {len(channel.tensors)} tensors has more bytes than channel.json may have."
+                )
             self._new_channel = documents.decode(data, Channel, keys.CHANNEL), data
         if self._lease is None:
             self._store_channel()
         return self._new_channel[0]
 
     def append(self, document: Record, payload: Encoded | None) -> StoredRecord:
-        """Make a version visible, after the pending one if there is one. After return: visible as a whole, and the tip.
+        """Make a version visible, after the pending one if there is one. After return: visible as a whole,
+        and the tip.
 
         Args:
-            document: The version; its run, number, epoch and base are filled in. All files that it names are stored.
+            document: The version; its run, number, epoch and base are filled in. All files that it names are
+                stored.
             payload: The payload of `next_version` that goes into the record; the caller has proved it.
 
         Raises:
             FencedError: another publisher has opened the channel. Every later call raises it too.
-            PublishPendingError: no answer. If `pending` is this version, its bytes are put again by the next call.
+            PublishPendingError: no answer. If `pending` is this version, its bytes are put again by the next
+                call.
             StoreError: the store refused. If `pending` is this version, it was sent and keeps its number.
             ConfigError, CorruptDataError: it is too large, or readers could not read it; nothing was sent.
         """
@@ -225,7 +240,9 @@ class Log:
         self._store_channel()
         version = self.next_version
         assert payload is None or payload.metadata["version"] == str(version)
-        filled = dataclasses.replace(document, run_id=self.run_id, version=version, epoch=self.epoch, base=self.tip)
+        filled = dataclasses.replace(
+            document, run_id=self.run_id, version=version, epoch=self.epoch, base=self.tip
+        )
         self.pending = stored = self._encoded(filled, keys.slot(version, self.epoch), payload)
         self.settle()
         return stored
@@ -247,13 +264,18 @@ class Log:
         self.published.pop(self.tip.version - _MOST_PUBLISHED, None)
         self._follow_with_head()
 
-    def shortcut(self, version: VersionId, fingerprint: str, payload: Encoded | None, **fields: Any) -> StoredRecord:
-        """Store a compaction to a stored version of any epoch, or announce its anchor, whose files are stored.
+    def shortcut(
+        self, version: VersionId, fingerprint: str, payload: Encoded | None, **fields: Any
+    ) -> StoredRecord:
+        """Store a compaction to a stored version of any epoch, or announce its anchor, whose files are
+        stored.
 
         `fields` are those of its record that differ: `base` and `delta`, or `anchor`. Raises as `append`.
         """
         self._check()
-        stored = self._encoded(*record.shortcut(self.run_id, version, self.epoch, fingerprint, **fields), payload)
+        stored = self._encoded(
+            *record.shortcut(self.run_id, version, self.epoch, fingerprint, **fields), payload
+        )
         assert stored.data is not None
         self.store.put(stored.key, stored.data)
         return dataclasses.replace(stored, data=None)
@@ -274,7 +296,9 @@ class Log:
             raise FencedError(str(self._fenced))
 
     def _fence(self, what: str) -> FencedError:
-        self._fenced = FencedError(f"{what} ({self.store.url}). This publisher must stop; only one may write to a channel.")
+        self._fenced = FencedError(
+            f"{what} ({self.store.url}). This publisher must stop; only one may write to a channel."
+        )
         return self._fenced
 
     def _encoded(self, document: Record, key: str, payload: Encoded | None) -> StoredRecord:
@@ -304,7 +328,8 @@ class Log:
             raise self._fence(f"Another publisher opened the channel in the place of {what}") from None
         except TransientStoreError as error:
             raise PublishPendingError(
-                f"The store has not said whether it has {what}; the next publish puts the same bytes again. {error}"
+                f"The store has not said whether it has {what}; the next publish puts the same bytes again. "
+                f"{error}"
             ) from error
 
     def _put_guarded(self, key: str, data: bytes) -> None:
@@ -315,15 +340,18 @@ class Log:
             nonlocal looked_s
             if key == keys.CHANNEL:
                 self._check_channel()
-            looked_s = self._check_lease(looks.pop().result() if looks else self._read_epochs())  # a repetition looks again
+            # a repetition looks again
+            looked_s = self._check_lease(looks.pop().result() if looks else self._read_epochs())
 
         self.store.put(key, data, guard=guard)
         self._check_in_time(key, looked_s)
 
     def _check_in_time(self, key: str, looked_s: float) -> None:
-        """Look again after a put that took longer than a look is good for, as where this process or its host stood still.
+        """Look again after a put that took longer than a look is good for, as where this process or its host
+        stood still.
 
-        Another publisher may have opened the channel before the request took effect. Then nothing builds on the object.
+        Another publisher may have opened the channel before the request took effect. Then nothing builds on
+        the object.
         """
         assert self._lease is not None
         if 0 <= boot_s() - looked_s <= self._lease.recheck_s:
@@ -339,7 +367,9 @@ class Log:
         began_s = boot_s()
         for newest in self._reader.epochs():
             if newest > self.epoch and self._is_opening(newest):
-                raise self._fence(f"Another publisher opened the channel as epoch {newest}, after {self.epoch}")
+                raise self._fence(
+                    f"Another publisher opened the channel as epoch {newest}, after {self.epoch}"
+                )
         return began_s
 
     def _is_opening(self, epoch: str) -> bool:
@@ -348,11 +378,15 @@ class Log:
             return True
         if epoch not in self._foreign:
             self._foreign.add(epoch)
-            logger.warning("%s in %s is no opening of this run and does not count; delete it.", epoch, self.store.url)
+            logger.warning(
+                "%s in %s is no opening of this run and does not count; delete it.", epoch, self.store.url
+            )
         return False
 
     def _check_lease(self, began_s: float) -> float:
-        """Raise if another epoch may have begun since a look; if that is too old, look again first. Return when it began."""
+        """Raise if another epoch may have begun since a look; if that is too old, look again first. Return
+        when it began.
+        """
         assert self._lease is not None
         if not 0 <= boot_s() - began_s <= self._lease.recheck_s:
             began_s = self._read_epochs()
@@ -366,15 +400,21 @@ class Log:
     def _is_after(self, epoch: str) -> bool:
         """Whether an epoch that head names was opened after this one.
 
-        Two epochs have one number where the store was restored from a backup: the one whose opening is there came later.
-        Where claims decide, the greater name does.
+        Two epochs have one number where the store was restored from a backup: the one whose opening is there
+        came later. Where claims decide, the greater name does.
         """
         number, own = keys.epoch_number(epoch), keys.epoch_number(self.epoch)
-        if number != own or epoch == self.epoch or (self.channel is not None and self.channel.epoch == self.epoch):
+        if (
+            number != own
+            or epoch == self.epoch
+            or (self.channel is not None and self.channel.epoch == self.epoch)
+        ):
             return number > own
         if self._lease is not None and epoch > self.epoch:
             return True
-        return keys.epoch_document(self.epoch) not in [info.key for info in self.store.list(keys.epoch_document(self.epoch))]
+        return keys.epoch_document(self.epoch) not in [
+            info.key for info in self.store.list(keys.epoch_document(self.epoch))
+        ]
 
     def _is_there(self, version: VersionId) -> bool:
         """Whether a version that head names exists: a damaged byte of head must stop nobody."""
@@ -391,7 +431,8 @@ class Log:
             raise self._fence("Another publisher created the channel")
 
     def check_channel(self) -> str | None:
-        """Put channel.json back if it is gone or was overwritten: without it nobody can join. Return what had happened.
+        """Put channel.json back if it is gone or was overwritten: without it nobody can join. Return what had
+        happened.
 
         Raises:
             FencedError: another publisher has begun a run here.
@@ -449,7 +490,8 @@ class Log:
                 self.doubted = True
             if before is not None and self._is_after(before.epoch) and self._is_there(before.newest):
                 raise self._fence(
-                    f"head names epoch {before.epoch}, after {self.epoch}: another publisher opened the channel"
+                    f"head names epoch {before.epoch}, after {self.epoch}: another publisher opened the "
+                    "channel"
                 )
             head = Head(run_id=self.run_id, version=tip.version, epoch=tip.epoch, sha256=tip.sha256)
             if head != before:

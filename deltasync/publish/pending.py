@@ -42,8 +42,8 @@ class Pending:
         full: Whether it has full weights, so that its changes do not matter.
         coalesced: Number of publishes that it covers.
         changed: Elements that differ from the version before, over all ranks.
-        pieces: Steps from the version before, in pieces of different elements. Later ones are merged into them while the
-            job waits.
+        pieces: Steps from the version before, in pieces of different elements. Later ones are merged into
+            them while the job waits.
         gains: By width, the sums that the steps of this rank add to the fingerprints; uint64[T] each.
         fingerprints: Those of the whole tensors at this version; None if the uploader has to compute them.
         reference: The checkpoint that it refers to instead of holding weights.
@@ -140,7 +140,9 @@ class Pending:
         _tell((self.encoded, self.uploaded), error)
 
     def renewed(self) -> Callable[[BaseException], None]:
-        """Part from the receipts, because the job is tried again for later ones. Returns what tells them why."""
+        """Part from the receipts, because the job is tried again for later ones. Returns what tells them
+        why.
+        """
         receipts, self.encoded, self.uploaded = (self.encoded, self.uploaded), Future(), Future()
         if self.full:  # whose size is known
             self.encoded.set_result(receipts[0].result())
@@ -148,7 +150,8 @@ class Pending:
 
 
 def _tell(futures: Iterable[Future[Any]], error: BaseException) -> None:
-    """Raise an error from futures that have no result; of full weights the size is known before they are stored.
+    """Raise an error from futures that have no result; of full weights the size is known before they are
+    stored.
 
     Receipts keep it, perhaps for long, so it loses its tracebacks, whose frames hold payloads.
     """
@@ -166,9 +169,9 @@ class Receipt:
     """What `publish` did, and how its upload goes on. Counts and bytes are of all ranks together.
 
     Attributes:
-        version: The version that carries these weights. Publishes that come before the upload of the one before has ended
-            are one version together, with the newest of their weights: four without a wait are two or three versions, and
-            their receipts then name the same one.
+        version: The version that carries these weights. Publishes that come before the upload of the one
+            before has ended are one version together, with the newest of their weights: four without a wait
+            are two or three versions, and their receipts then name the same one.
         kind: `anchor` if the version's record has full weights, else `delta`.
         step: The trainer's step, as given.
         changed: Elements whose bits differ from the version before; all of them in full weights.
@@ -200,7 +203,9 @@ class Receipt:
 
     @property
     def encode_s(self) -> float:
-        """Seconds from the first tensor to the finished payload, without waits for the store; waits as `payload_bytes`."""
+        """Seconds from the first tensor to the finished payload, without waits for the store; waits as
+        `payload_bytes`.
+        """
         return self.held_s + self._encoded.result()[1]
 
     @property
@@ -242,13 +247,16 @@ class Receipt:
 
         Raises:
             PublishTimeoutError: still uploading; the upload goes on.
-            PublishPendingError: the store has not said whether it has the version; the next publish asks again.
+            PublishPendingError: the store has not said whether it has the version; the next publish asks
+                again.
             PublishError: the version did not become visible, and why.
         """
         try:
             self._uploaded.result(timeout_s)
         except TimeoutError:
-            raise PublishTimeoutError(f"Version {self.version} is still being uploaded after {timeout_s} s.") from None
+            raise PublishTimeoutError(
+                f"Version {self.version} is still being uploaded after {timeout_s} s."
+            ) from None
         return self
 
     @classmethod

@@ -1,10 +1,12 @@
-"""Publish a stream of tensors as the next version of a channel: DETECT (`shadow`), ENCODE (`encode`), PUBLISH (`upload`).
+"""Publish a stream of tensors as the next version of a channel: DETECT (`shadow`), ENCODE (`encode`), PUBLISH
+(`upload`).
 
-`publish` reads the stream and compares it with the shadow, in the caller's thread. Meanwhile an idle uploader encodes and
-stores what changed, group by group. If the uploader falls behind, the changes wait and later ones are merged into them:
-memory stays bounded, and the trainer never waits for the network.
+`publish` reads the stream and compares it with the shadow, in the caller's thread. Meanwhile an idle uploader
+encodes and stores what changed, group by group. If the uploader falls behind, the changes wait and later ones
+are merged into them: memory stays bounded, and the trainer never waits for the network.
 
-The ranks of a sharded trainer publish together, each what it holds. They agree on each publish: all take it, or none.
+The ranks of a sharded trainer publish together, each what it holds. They agree on each publish: all take it,
+or none.
 """
 
 from __future__ import annotations
@@ -28,7 +30,14 @@ from deltasync.ending import uninterrupted
 from deltasync.errors import ConfigError, get_logger
 from deltasync.opening.owner import OVERWRITE
 from deltasync.opening.resumed import StepCheck
-from deltasync.opening.start import ChannelState, Start, check_arguments, open_first, prove_writes, warn_of_growth
+from deltasync.opening.start import (
+    ChannelState,
+    Start,
+    check_arguments,
+    open_first,
+    prove_writes,
+    warn_of_growth,
+)
 from deltasync.ops.compactor import Compactor
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
@@ -51,24 +60,27 @@ _UNKNOWN_TIMEOUT_S = 60.0  # for ranks, where the settings that say it are wrong
 
 
 class Publisher:
-    """Writes one channel. One of its methods is called at a time, from any thread; other calls are refused meanwhile.
+    """Writes one channel. One of its methods is called at a time, from any thread; other calls are refused
+    meanwhile.
 
-    A sharded trainer makes one on each rank, all with the same arguments, and calls each method on all ranks. Each rank
-    compares, encodes and uploads what it holds; the version appears when all parts are stored. If one rank raises, all do.
-    Only the first rank needs the keys.
+    A sharded trainer makes one on each rank, all with the same arguments, and calls each method on all ranks.
+    Each rank compares, encodes and uploads what it holds; the version appears when all parts are stored. If
+    one rank raises, all do. Only the first rank needs the keys.
 
     Args:
         channel: URL of the channel, or an opened store.
-        model_files: The files beside the weights that make an anchor a checkpoint: a directory with config.json, tokenizer
-            and so on, or the bytes by name. Without them anchors hold weights only.
+        model_files: The files beside the weights that make an anchor a checkpoint: a directory with
+            config.json, tokenizer and so on, or the bytes by name. Without them anchors hold weights only.
         initial: The checkpoint that trainer and replicas start from: a directory, or a model on the Hub as
-            `namespace/name@revision`. The first version of a new channel then is a reference to it and uploads no weights;
-            if the first stream has other bits, these follow as a delta, the second version. Each rank of a `group` reads it.
-        resume: Continue the run that the channel holds; without it a used channel is refused. If the first publish has a
-            `step` that the channel has, the bits must be those that it has; "overwrite" continues with any.
-        owner: The job that publishes, so that it continues the run that it has begun, without `resume`, and no other: an id
-            that stays when the job starts again, such as Slurm's, or a `pathlib.Path` of a file that stays, which is made
-            with a random id. No secret: channel.json names it.
+            `namespace/name@revision`. The first version of a new channel then is a reference to it and
+            uploads no weights; if the first stream has other bits, these follow as a delta, the second
+            version. Each rank of a `group` reads it.
+        resume: Continue the run that the channel holds; without it a used channel is refused. If the first
+            publish has a `step` that the channel has, the bits must be those that it has; "overwrite"
+            continues with any.
+        owner: The job that publishes, so that it continues the run that it has begun, without `resume`, and
+            no other: an id that stays when the job starts again, such as Slurm's, or a `pathlib.Path` of a
+            file that stays, which is made with a random id. No secret: channel.json names it.
         retention: How to look after the channel in the background; from the environment if None.
         group: The ranks of a sharded trainer; None if this process has the whole model.
         **options: See `PublisherSettings`.
@@ -134,15 +146,18 @@ class Publisher:
         self.settings = state.settings
         self._run_id, self._version = state.run_id, state.number
         self._shadow: Shadow | None = None
-        self._agreed: Fingerprints | None = None  # of the whole tensors, as the shadows of all ranks have them
+        # of the whole tensors, as the shadows of all ranks have them
+        self._agreed: Fingerprints | None = None
         self._last: Receipt | None = None
-        # Whether a publish was interrupted; whether the shadow may have any bits; whether the next version has full weights.
+        # Whether a publish was interrupted; whether the shadow may have any bits; whether the next version
+        # has full weights.
         self._is_interrupted = self._is_torn = self._starts_over = False
         self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
         self._serial, self._closed = 0, False
         self._start = Start(self._ranks, reader, state, initial)
         self._check_step = StepCheck(self._ranks, reader, self._log)
-        self._resumes = bool(state.number) and resume != OVERWRITE  # whether the next publish is the first of a resumed run
+        # whether the next publish is the first of a resumed run
+        self._resumes = bool(state.number) and resume != OVERWRITE
         self._uploader: UploadQueue | PartQueue
         if self._log is not None:
             compactor = Compactor(
@@ -151,7 +166,9 @@ class Publisher:
             )
             self._uploader = UploadQueue(self._log, compactor, self.settings, self._ranks)
         else:
-            self._uploader = PartQueue(self.store, self.settings, self._ranks, compacts=retention.compact_every != 0)
+            self._uploader = PartQueue(
+                self.store, self.settings, self._ranks, compacts=retention.compact_every != 0
+            )
         if state.channel is not None and self._ranks.size == 1:
             self._shadow = self._start.resumed(self._start.source.held[0])
             if self._start.steps is not None:
@@ -193,27 +210,31 @@ class Publisher:
         """Publish the weights as the next version; the upload goes on in the background.
 
         Args:
-            named_tensors: A module (its `state_dict()`), a mapping, or pairs of name and tensor: every tensor of the model,
-                each once, of any dtype, device and stride; floating ones are cast to the served dtype. All are read before
-                this returns, and may change afterwards. With a `group` also the shards that this rank holds, as `DTensor` or
-                `TensorRange`; of tensors that are whole on all ranks the first rank's are published. On a GPU a mapping or a
-                list is fastest: all its tensors are compared at once, those of a generator one by one.
-            step: The trainer's step, a whole number, stored as metadata. Ranks that publish together must name it: they
-                compare it.
-            token_lag: Mean, 95th percentile and maximum age, in versions, of tokens trained since the last call; metadata.
+            named_tensors: A module (its `state_dict()`), a mapping, or pairs of name and tensor: every tensor
+                of the model, each once, of any dtype, device and stride; floating ones are cast to the served
+                dtype. All are read before this returns, and may change afterwards. With a `group` also the
+                shards that this rank holds, as `DTensor` or `TensorRange`; of tensors that are whole on all
+                ranks the first rank's are published. On a GPU a mapping or a list is fastest: all its tensors
+                are compared at once, those of a generator one by one.
+            step: The trainer's step, a whole number, stored as metadata. Ranks that publish together must
+                name it: they compare it.
+            token_lag: Mean, 95th percentile and maximum age, in versions, of tokens trained since the last
+                call; metadata.
             if_changed: Publish nothing if no bit differs from the last publish.
 
         Returns:
-            The receipt; `receipt.wait()` blocks until the version is visible. With `if_changed` it may be the last one.
+            The receipt; `receipt.wait()` blocks until the version is visible. With `if_changed` it may be the
+            last one.
 
         Raises:
-            ModelMismatchError: names, shapes or dtypes are not the channel's. Nothing is published and the shadow is as
-                before, as with any error that the stream or the encoder raises.
-            ResumeMismatchError: this is the first publish of a resumed run, and the channel has other bits of this step.
+            ModelMismatchError: names, shapes or dtypes are not the channel's. Nothing is published and the
+                shadow is as before, as with any error that the stream or the encoder raises.
+            ResumeMismatchError: this is the first publish of a resumed run, and the channel has other bits of
+                this step.
             FencedError: another publisher has opened the channel.
             PublishError: another rank failed, or does not answer; nothing was published.
-            ConfigError: another method runs, in another thread, or in this one: the call comes from a signal handler or from
-                the stream that is published. Nothing was done.
+            ConfigError: another method runs, in another thread, or in this one: the call comes from a signal
+                handler or from the stream that is published. Nothing was done.
         """
         self._home.check()
         self._calls.begin("publish")
@@ -223,17 +244,22 @@ class Publisher:
             self._calls.end()
 
     @uninterrupted
-    def _published(self, named_tensors: Stream, step: int | None, token_lag: TokenLag | None, if_changed: bool) -> Receipt:
+    def _published(
+        self, named_tensors: Stream, step: int | None, token_lag: TokenLag | None, if_changed: bool
+    ) -> Receipt:
         if self._closed:
             raise ConfigError("This publisher is closed.")
 
         def numbers() -> tuple[int | None, TokenLag | None]:
             if step is None and self._ranks.others:
                 raise ConfigError(
-                    "Ranks that publish together name the step, publish(..., step=N): one that left a call out would go "
+                    "Ranks that publish together name the step, publish(..., step=N): one that left a call "
+                    "out would go "
                     "unnoticed, and a version would mix the weights of two steps. Nothing was published."
                 )
-            return None if step is None else whole_number("step", step), None if token_lag is None else token_ages(token_lag)
+            return None if step is None else whole_number(
+                "step", step
+            ), None if token_lag is None else token_ages(token_lag)
 
         checked, problem = attempt(numbers)
         if self._is_interrupted:
@@ -285,7 +311,8 @@ class Publisher:
         for job in jobs:
             if job.full:
                 job.end_encoding(0 if job.reference is not None else job.shadow.layout.nbytes)
-        # Before the uploader has the job: one that it keeps for the next publish gets other futures, which nobody waits for.
+        # Before the uploader has the job: one that it keeps for the next publish gets other futures, which
+        # nobody waits for.
         receipt = Receipt.of(jobs[-1], time.perf_counter() - before_s)
         uploader.submit(*jobs)
         self._version, self._last = jobs[-1].version, receipt
@@ -294,9 +321,11 @@ class Publisher:
         return receipt
 
     def expect_resumed(self, compares: bool = True) -> None:
-        """Compare the next publish with the channel as the first one of a resumed run: the trainer has loaded a checkpoint.
+        """Compare the next publish with the channel as the first one of a resumed run: the trainer has loaded
+        a checkpoint.
 
-        Versions that are not stored yet are not compared. With False the next one is any publish. All ranks call this.
+        Versions that are not stored yet are not compared. With False the next one is any publish. All ranks
+        call this.
         """
         self._resumes = compares and self._version > 0
 
@@ -340,7 +369,8 @@ class Publisher:
     def close(self) -> None:
         """Finish the uploads and end. Later calls of `publish` are refused.
 
-        A publisher that is not closed when the process ends finishes its uploads, as long as the store takes them.
+        A publisher that is not closed when the process ends finishes its uploads, as long as the store takes
+        them.
 
         Raises:
             PublishError: the last version did not become visible.
@@ -382,8 +412,8 @@ class Publisher:
             logger.exception("The last version was not published.")
 
     def _decide(self) -> tuple[int, bool, bool, bool]:
-        """First rank: return the next version's number, whether it has full weights, whether the ranks collect full weights
-        for it or for an anchor beside it, and whether it joins a waiting job.
+        """First rank: return the next version's number, whether it has full weights, whether the ranks
+        collect full weights for it or for an anchor beside it, and whether it joins a waiting job.
         """
         uploader = self._uploader
         assert isinstance(uploader, UploadQueue)
@@ -424,13 +454,17 @@ class Publisher:
             pieces = [*waiting.pieces, *pieces]
         gains = found.gains
         if waiting is not None and not full:
-            gains = {width: gain_T + waiting.gains.get(width, np.zeros_like(gain_T)) for width, gain_T in gains.items()}
+            gains = {
+                width: gain_T + waiting.gains.get(width, np.zeros_like(gain_T))
+                for width, gain_T in gains.items()
+            }
             gains = {**waiting.gains, **gains}
         fingerprints: Fingerprints | None = None
         changed = sum(delta.changed for delta in pieces)
         if self._ranks.size > 1:
             changed, fingerprints = self._agree(changed, found)
-        elif not full or reference is not None:  # else the uploader computes them, so that the trainer does not wait
+        elif not full or reference is not None:
+            # else the uploader computes them, so that the trainer does not wait
             fingerprints = shadow.fingerprints.with_gains(found.gains)
         if found.pieces:
             self._uploader.wait_released()
@@ -444,32 +478,43 @@ class Publisher:
 
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
-            jobs = [job(full=True, reference=reference, fingerprints=Fingerprints.by_name(shadow.layout, known))]
+            jobs = [
+                job(full=True, reference=reference, fingerprints=Fingerprints.by_name(shadow.layout, known))
+            ]
             if not changed:
                 return jobs
             version, full, collects = 2, False, False
         weights = None
         if collects:
             assert fingerprints is not None
-            weights = collect_weights(self._ranks, shadow, channel.specs, self._start.source.held, fingerprints)
+            weights = collect_weights(
+                self._ranks, shadow, channel.specs, self._start.source.held, fingerprints
+            )
         made = job(full=full, weights=weights, collected=collects, fingerprints=fingerprints)
         if not full:
             made.changed, made.pieces, made.gains = changed, pieces, gains
         if waiting is not None:  # the new job answers its receipts too
             waiting.drop_weights()
-            made.encoded, made.uploaded, made.coalesced = waiting.encoded, waiting.uploaded, waiting.coalesced + 1
+            made.encoded, made.uploaded, made.coalesced = (
+                waiting.encoded,
+                waiting.uploaded,
+                waiting.coalesced + 1,
+            )
         return [*jobs, made]
 
     def _agree(self, changed: int, found: Difference) -> tuple[int, Fingerprints]:
-        """Return the sum over all ranks of a number, and the fingerprints of the whole tensors after a difference.
+        """Return the sum over all ranks of a number, and the fingerprints of the whole tensors after a
+        difference.
 
-        The first time the ranks exchange their shares; later what these gain, which costs a bit for a tensor that gains
-        nothing.
+        The first time the ranks exchange their shares; later what these gain, which costs a bit for a tensor
+        that gains nothing.
         """
         shadow, before = self._shadow, self._agreed
         assert shadow is not None
         layout = shadow.layout
-        zeros = Fingerprints(layout, {w: np.zeros(len(vector.specs), np.uint64) for w, vector in layout.vectors.items()})
+        zeros = Fingerprints(
+            layout, {w: np.zeros(len(vector.specs), np.uint64) for w, vector in layout.vectors.items()}
+        )
         shares = shadow.fingerprints.with_gains(found.gains)
         added = shares if before is None else zeros.with_gains(found.gains)
         changed, new, *sums = self._ranks.agree(None, changed, before is None, *added.values())

@@ -1,7 +1,9 @@
-"""The shadow: the bits that were published last, of the ranges that this rank holds, and full weights as files of it.
+"""The shadow: the bits that were published last, of the ranges that this rank holds, and full weights as
+files of it.
 
-It is in one place: on the accelerator where the tensors are, if that has room, or on the host. Publishing compares a stream
-with it, which only reads, and applies the difference once all ranks have agreed on the version.
+It is in one place: on the accelerator where the tensors are, if that has room, or on the host. Publishing
+compares a stream with it, which only reads, and applies the difference once all ranks have agreed on the
+version.
 """
 
 from __future__ import annotations
@@ -42,13 +44,15 @@ _MOST_LATER = 8
 
 
 class Shadow:
-    """Published bits of the ranges that this rank holds. One thread compares and applies; others may read snapshots.
+    """Published bits of the ranges that this rank holds. One thread compares and applies; others may read
+    snapshots.
 
     Args:
         specs: The whole tensors.
         ranges: The range that is held of each.
         memory: The unsigned bit patterns of each range, on the host or on a device.
-        place: `auto`, `device` or `host`: where bits that are on the host go when the first stream is compared with them.
+        place: `auto`, `device` or `host`: where bits that are on the host go when the first stream is
+            compared with them.
 
     Attributes:
         layout: The whole tensors.
@@ -76,7 +80,9 @@ class Shadow:
 
     @property
     def bits(self) -> Mapping[str, np.ndarray]:
-        """The bits of each range on the host: of a shadow there, a view; else a copy, made when it is asked for."""
+        """The bits of each range on the host: of a shadow there, a view; else a copy, made when it is asked
+        for.
+        """
         return self._memory.bits
 
     @property
@@ -96,7 +102,8 @@ class Shadow:
             vars(self).pop("fingerprints", None)
 
     def audit(self) -> None:
-        """Compare the next bits with their fingerprints: a share of all, so that a pass takes `AUDITED_IN` calls.
+        """Compare the next bits with their fingerprints: a share of all, so that a pass takes `AUDITED_IN`
+        calls.
 
         A tensor is compared whole, once the shares of the calls before have added up to its size.
 
@@ -110,11 +117,17 @@ class Shadow:
             due.append(names[self._next])
             self._due -= sizes[self._next]
             self._next = (self._next + 1) % len(names)
-        wrong = [n for n, digest in zip(due, self._memory.digests(due), strict=True) if digest != self.fingerprints[n]]
+        wrong = [
+            n
+            for n, digest in zip(due, self._memory.digests(due), strict=True)
+            if digest != self.fingerprints[n]
+        ]
         if wrong:
             raise CorruptDataError(
-                f"The last published bits of {', '.join(wrong[:5])}, which the trainer keeps in memory, do not have their "
-                "fingerprints: memory has failed. Versions since may be unreadable; the next one has full weights."
+                f"The last published bits of {', '.join(wrong[:5])}, which the trainer keeps in memory, do "
+                "not have their "
+                "fingerprints: memory has failed. Versions since may be unreadable; the next one has full "
+                "weights."
             )
 
     def warn_of_nan(self, version: int) -> None:
@@ -122,7 +135,8 @@ class Shadow:
         nan, self.with_nan = self.with_nan, []
         if nan:
             logger.warning(
-                "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce garbage.",
+                "Version %d is published as it is, but has NaN in %d tensors: %s. Replicas will produce "
+                "garbage.",
                 *(version, len(nan), ", ".join(nan[:5])),
             )
 
@@ -136,14 +150,18 @@ class Shadow:
         *,
         keep: bool = False,
     ) -> Shadow:
-        """Return a shadow with the bits of these parts of the tensors of `specs`, in its place if these are on `devices`.
+        """Return a shadow with the bits of these parts of the tensors of `specs`, in its place if these are
+        on `devices`.
 
         With `keep` the parts are on the host, in the served dtype, and their memory may become the shadow's.
         """
         layout, ranges = Layout(specs), {name: (part.start, part.stop) for name, part in parts.items()}
         device = choose(place, layout, ranges, devices)
         if device is None:
-            bits = {n: bits_of(part.held if keep else copied(part.held, specs[n].dtype)) for n, part in parts.items()}
+            bits = {
+                n: bits_of(part.held if keep else copied(part.held, specs[n].dtype))
+                for n, part in parts.items()
+            }
             shadow = cls(specs, ranges, bits, place)
             shadow._is_settled = True
             return shadow
@@ -159,7 +177,8 @@ class Shadow:
         With None for the names, the tensors are those of the last call, but for their addresses and bits.
 
         Raises:
-            torch.OutOfMemoryError: the device has no memory for what differs, and the bits have to stay there.
+            torch.OutOfMemoryError: the device has no memory for what differs, and the bits have to stay
+                there.
         """
         self.settle({tensor.device for tensor in held if tensor.numel()} if not self._is_settled else ())
         if names is not None:
@@ -170,7 +189,8 @@ class Shadow:
             if self._place != "auto" or self._planned is None:
                 raise
             logger.warning(
-                "The shadow moves to the host, where weights are compared from now on: %s", str(error).partition("\n")[0]
+                "The shadow moves to the host, where weights are compared from now on: %s",
+                str(error).partition("\n")[0],
             )
             (known, _), self._planned = self._planned, None
             self._become(HostShadow(self.layout, self.ranges, dict(self.bits.items())))
@@ -178,7 +198,9 @@ class Shadow:
             return self._memory.compare(held)
 
     def compare_each(self, parts: Iterable[tuple[str, torch.Tensor]]) -> Difference:
-        """Compare ranges of tensors as they come; each may be gone when the next one is asked for. Raises as `compare`."""
+        """Compare ranges of tensors as they come; each may be gone when the next one is asked for. Raises as
+        `compare`.
+        """
         parts = iter(parts)
         first = list(itertools.islice(parts, 1))
         self.settle({held.device for _, held in first if held.numel()})
@@ -192,7 +214,9 @@ class Shadow:
         with self.lock:
             before = vars(self).pop("fingerprints", None)  # not known until the bits are
             if self._snapshots:
-                deltas = [piece.host() if isinstance(piece, DeviceDelta) else piece for piece in difference.pieces]
+                deltas = [
+                    piece.host() if isinstance(piece, DeviceDelta) else piece for piece in difference.pieces
+                ]
             else:
                 deltas = []
             difference.apply()
@@ -210,7 +234,8 @@ class Shadow:
                     snapshot.note(delta)
 
     def gains(self, delta: Delta) -> Mapping[int, np.ndarray] | None:
-        """Return what steps that the bits have taken add to the fingerprints, as `Difference.gains`; None on a device.
+        """Return what steps that the bits have taken add to the fingerprints, as `Difference.gains`; None on
+        a device.
 
         Raises:
             CorruptDataError: they are of elements that are not held.
@@ -263,7 +288,9 @@ def held_bytes(layout: Layout, ranges: Mapping[str, Range]) -> int:
 def choose(
     wanted: str, layout: Layout, ranges: Mapping[str, Range], devices: Collection[torch.device]
 ) -> torch.device | None:
-    """Return the device where the shadow of tensors on `devices` goes, None for the host; and say so in the log."""
+    """Return the device where the shadow of tensors on `devices` goes, None for the host; and say so in the
+    log.
+    """
     device, why = None, "it was chosen"
     if wanted != "host":
         why = f"the tensors are on {', '.join(map(str, devices)) or 'no device'}"
@@ -279,10 +306,11 @@ def choose(
 
 
 class Snapshot:
-    """The bits that a shadow had at one moment, of the ranges that it holds, while it advances: less the steps since.
+    """The bits that a shadow had at one moment, of the ranges that it holds, while it advances: less the
+    steps since.
 
-    Each tensor is read once. The shadow's lock is held while the bits change, and while a tensor is read again that changed
-    while it was being read.
+    Each tensor is read once. The shadow's lock is held while the bits change, and while a tensor is read
+    again that changed while it was being read.
     """
 
     def __init__(self, shadow: Shadow) -> None:
@@ -297,7 +325,8 @@ class Snapshot:
         self._later = [*([merge(before)] if len(before) >= _MOST_LATER else before), delta]
 
     def take(self, name: str, out_N: np.ndarray) -> int:
-        """Write a tensor's range of bits into `out_N`, unsigned and flat, and return its share of the fingerprint.
+        """Write a tensor's range of bits into `out_N`, unsigned and flat, and return its share of the
+        fingerprint.
 
         Raises:
             CorruptDataError: memory has damaged them.
@@ -353,10 +382,11 @@ def collect_weights(
     held: Sequence[Mapping[str, Range]],
     fingerprints: Mapping[str, int],
 ) -> Weights | None:
-    """Collect the weight files of a sharded trainer in a temporary directory of the first rank; return None at the others.
+    """Collect the weight files of a sharded trainer in a temporary directory of the first rank; return None
+    at the others.
 
-    All ranks call this. `specs` and `fingerprints` are of the whole tensors, in the same order on all ranks; `held` has the
-    ranges of each rank.
+    All ranks call this. `specs` and `fingerprints` are of the whole tensors, in the same order on all ranks;
+    `held` has the ranges of each rank.
 
     Raises:
         OSError: the first rank's disk is full; then all ranks raise.

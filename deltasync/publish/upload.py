@@ -1,7 +1,8 @@
 """PUBLISH: encode versions and make them visible, in order, in one background thread.
 
-The first rank alone decides what becomes of a version (`UploadQueue`). A thread of each other rank follows its log, and
-stores the rank's parts of a version, and of a compaction, once the first rank begins it (`PartQueue`).
+The first rank alone decides what becomes of a version (`UploadQueue`). A thread of each other rank follows
+its log, and stores the rank's parts of a version, and of a compaction, once the first rank begins it
+(`PartQueue`).
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ class UploadQueue:
 
         Raises:
             FencedError: another publisher has opened the channel; every later call raises it too.
-            PublishLostError: two versions of a sharded trainer were lost for one cause; the next call goes on.
+            PublishLostError: two versions of a sharded trainer were lost for one cause; the next call goes
+                on.
         """
         with self._lock:
             refusal, self._refusal = self._fenced or self._refusal, None
@@ -121,7 +123,9 @@ class UploadQueue:
             if job is None or job not in self._waiting:
                 return
             self._waiting.remove(job)
-        job.fail(PublishLostError(f"Version {job.version} was lost: an interrupt came while its bits changed."))
+        job.fail(
+            PublishLostError(f"Version {job.version} was lost: an interrupt came while its bits changed.")
+        )
 
     def let_go(self) -> None:
         """Release the locks that an interrupt has left this thread holding."""
@@ -149,12 +153,16 @@ class UploadQueue:
             self._puts.submit(self.compactor.reader.head)
 
     def resume(self, steps: Steps) -> None:
-        """Build the next version on the newest one, whose bits are known, as are the steps that lead to it."""
+        """Build the next version on the newest one, whose bits are known, as are the steps that lead to
+        it.
+        """
         self.full = False
         self.compactor.resume(steps)
 
     def close(self) -> None:
-        """Finish what was submitted, and the work of the compactor and the log. Ctrl-C ends waits for a retry."""
+        """Finish what was submitted, and the work of the compactor and the log. Ctrl-C ends waits for a
+        retry.
+        """
         self.unpause()
         try:
             for part in (self._worker, self._puts, self.compactor, self._log):
@@ -206,7 +214,9 @@ class UploadQueue:
         Only waits for the store count: on a busy machine a version may take longer to encode.
         """
         running = self._running
-        return time.monotonic() if running is not None and not running.released.is_set() else self._log.stored_s
+        return (
+            time.monotonic() if running is not None and not running.released.is_set() else self._log.stored_s
+        )
 
     def _run(self) -> None:
         try:
@@ -215,7 +225,9 @@ class UploadQueue:
         except Exception as error:
             with self._lock:
                 job, self._running, self.full = self._running, None, True
-            logger.exception("The upload failed in a way that deltasync does not expect; the next version has full weights")
+            logger.exception(
+                "The upload failed in a way that deltasync does not expect; the next version has full weights"
+            )
             if job is not None:
                 job.fail(PublishLostError(f"Version {job.version} was lost: {type(error).__name__}: {error}"))
 
@@ -266,7 +278,9 @@ class UploadQueue:
         if self._ranks is not None:
             described = None if error is None else (type(error).__name__, str(error))
             try:
-                self._ranks.say(serial=job.serial, error=described, digest=digest, payload_bytes=payload_bytes)
+                self._ranks.say(
+                    serial=job.serial, error=described, digest=digest, payload_bytes=payload_bytes
+                )
             except RuntimeError:  # they time out
                 logger.exception("The other ranks could not be told how an upload ended.")
         if error is None:
@@ -276,7 +290,9 @@ class UploadQueue:
             job.fail(error)
 
     def _keep(self, job: Pending, error: PublishPendingError) -> None:
-        """Let a job wait for the next publish, which puts the version before it again: that has no answer yet."""
+        """Let a job wait for the next publish, which puts the version before it again: that has no answer
+        yet.
+        """
         with self._lock:
             tell = job.renewed()
             self._running = None
@@ -284,7 +300,9 @@ class UploadQueue:
         tell(error)
 
     def _fail(self, job: Pending, error: Exception) -> None:
-        """End a job that failed, and those that build on it if it is lost. A pending version keeps its number and bits."""
+        """End a job that failed, and those that build on it if it is lost. A pending version keeps its number
+        and bits.
+        """
         version, pending, lost, cause = job.version, self._log.pending, list[Pending](), error
         if isinstance(error, FencedError):
             with self._lock:
@@ -294,7 +312,9 @@ class UploadQueue:
             self.full = job.collected = False  # its weights are given up
             self.compactor.stored(pending, job)
             if not isinstance(error, PublishError):
-                error = PublishPendingError(f"Version {version} is not visible yet; the next publish puts it again. {error}")
+                error = PublishPendingError(
+                    f"Version {version} is not visible yet; the next publish puts it again. {error}"
+                )
                 error.__cause__ = cause
         else:
             self._log.give_up(version)
@@ -310,13 +330,17 @@ class UploadQueue:
                     if self._cause == before:
                         self._cause = ""
                         self._refusal = PublishLostError(
-                            f"Two versions were lost for one cause, so it will not pass: {cause} Remove it; the next "
+                            f"Two versions were lost for one cause, so it will not pass: {cause} Remove it; "
+                            "the next "
                             "publish tries again, with full weights."
                         )
         logger.error("%s", error, exc_info=None if isinstance(cause, DeltaSyncError) else cause)
         self._end(job, error)
         for other in lost:
-            self._end(other, self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"))
+            self._end(
+                other,
+                self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"),
+            )
 
     def _drop_waiting(self) -> list[Pending]:
         """Forget and return the waiting jobs. A joined one stays, and is found lost when it is its turn."""
@@ -335,7 +359,9 @@ class UploadQueue:
         wanted = "anchor" if job.collected else compactor.wanted(job.version, job.shadow.layout.nbytes)
         if self._ranks is not None:
             base = compactor.base if wanted == "compaction" else None
-            self._ranks.say(serial=job.serial, folder=folder, base=None if base is None else base.record.version)
+            self._ranks.say(
+                serial=job.serial, folder=folder, base=None if base is None else base.record.version
+            )
         stored, inline, size = self._encoder.encode(
             job, lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data)
         )
@@ -369,7 +395,11 @@ class UploadQueue:
         job.released.set()
         if log.channel is None:
             log.create_channel(job.channel)
-        anchor = Anchor(reference=job.reference) if job.weights is None else self.compactor.store(job.weights, job.version)
+        anchor = (
+            Anchor(reference=job.reference)
+            if job.weights is None
+            else self.compactor.store(job.weights, job.version)
+        )
         stored = log.append(job.record(log.run_id, log.epoch, anchor=anchor, requires=requires), None)
         self.full = False
         self.compactor.stored(stored, job)
@@ -420,11 +450,15 @@ class PartQueue:
     def drop(self) -> None:
         """As `UploadQueue.drop`."""
         if self.joined is not None:
-            self.joined.fail(PublishLostError(f"Version {self.joined.version} was lost: the next one could not join it."))
+            self.joined.fail(
+                PublishLostError(f"Version {self.joined.version} was lost: the next one could not join it.")
+            )
             self.joined = None
 
     def resume(self, steps: Steps) -> None:
-        """Note the steps that lead to the newest version; the first rank decides what the next version builds on."""
+        """Note the steps that lead to the newest version; the first rank decides what the next version builds
+        on.
+        """
         self._steps = steps
 
     def submit(self, *jobs: Pending) -> None:
@@ -488,7 +522,9 @@ class PartQueue:
                 self._give_up(error)
 
     def _upload(self, serial: int, folder: str, base: int | None) -> None:
-        """Store this rank's parts of a job; with a `base`, those of a compaction follow once the job has ended well."""
+        """Store this rank's parts of a job; with a `base`, those of a compaction follow once the job has
+        ended well.
+        """
         files: list[File] = []
         problem = None
 
@@ -556,7 +592,9 @@ class PartQueue:
         return file
 
     def _submitted(self, serial: int) -> Pending | None:
-        """Wait for a job, which the first rank may have submitted earlier than this one; None if this one gave it up."""
+        """Wait for a job, which the first rank may have submitted earlier than this one; None if this one
+        gave it up.
+        """
         with self._changed:
             self._changed.wait_for(lambda: self._closing or any(job >= serial for job in self._pending))
             return self._pending.get(serial)
@@ -565,6 +603,8 @@ class PartQueue:
         with self._changed:
             jobs, self._pending = list(self._pending.values()), {}
         for job in jobs:
-            lost = PublishPendingError(f"The first rank does not say what became of version {job.version}: {error}")
+            lost = PublishPendingError(
+                f"The first rank does not say what became of version {job.version}: {error}"
+            )
             logger.error("%s", lost)
             job.fail(lost)

@@ -1,6 +1,7 @@
 """Calls of one process of a server by its others, over a Unix socket.
 
-A connection carries one call and its answer, and lasts as long as what the call holds: a process that ends holds nothing.
+A connection carries one call and its answer, and lasts as long as what the call holds: a process that ends
+holds nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from deltasync.threads import daemon
 logger = get_logger(__name__)
 
 Answering = Callable[..., contextlib.AbstractAsyncContextManager[Any]]
-"""Answers a call, as a context that lasts as long as the caller needs: takes what `call` takes after the path."""
+"""Answers a call, as a context that lasts as long as the caller needs: takes what `call` takes after the
+path.
+"""
 
 _SIZE = 8  # bytes that hold the length of a message
 
@@ -84,4 +87,6 @@ async def _send(writer: asyncio.StreamWriter, message: Any) -> None:
 
 
 async def _receive(reader: asyncio.StreamReader) -> Any:
-    return msgspec.msgpack.decode(await reader.readexactly(int.from_bytes(await reader.readexactly(_SIZE), "big")))
+    return msgspec.msgpack.decode(
+        await reader.readexactly(int.from_bytes(await reader.readexactly(_SIZE), "big"))
+    )

@@ -1,7 +1,8 @@
 """Copies of weights, and other tensors made from them, that an engine keeps outside of its parameters.
 
-FlashInfer, for example, keeps a float32 copy of the attention sinks. A commit that writes the parameter does not change the
-copy, so the layer has to make it again, in place, because captured CUDA graphs hold its address.
+FlashInfer, for example, keeps a float32 copy of the attention sinks. A commit that writes the parameter does
+not change the copy, so the layer has to make it again, in place, because captured CUDA graphs hold its
+address.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class DerivedCopy:
 
 
 _built: weakref.WeakKeyDictionary[torch.nn.Module, tuple[frozenset[str], dict[tuple[int, str], int]]]
-_built = weakref.WeakKeyDictionary()  # names of modules, and sums of other tensors, before weights were loaded
+# names of modules, and sums of other tensors, before weights were loaded
+_built = weakref.WeakKeyDictionary()
 _made: weakref.WeakKeyDictionary[torch.nn.Module, set[tuple[int, str]]] = weakref.WeakKeyDictionary()
 
 
@@ -47,15 +49,22 @@ def note_built(model: torch.nn.Module) -> None:
 
 
 def note_loaded(model: torch.nn.Module) -> None:
-    """Note which tensors other than parameters loading changed. Only the first call for a model does something."""
+    """Note which tensors other than parameters loading changed. Only the first call for a model does
+    something.
+    """
     if model in _built and model not in _made:
         before = _built[model][1]
         _made[model] = {key for key, value in _sums(model).items() if before.get(key) != value}
 
 
 def is_complete(model: torch.nn.Module) -> bool:
-    """Whether a model is known to have all modules with which it was built: its loader then ignores what it ignored."""
-    return all(each in _built and _built[each][0] <= {name for name, _ in each.named_modules()} for each in _parts(model))
+    """Whether a model is known to have all modules with which it was built: its loader then ignores what it
+    ignored.
+    """
+    return all(
+        each in _built and _built[each][0] <= {name for name, _ in each.named_modules()}
+        for each in _parts(model)
+    )
 
 
 def is_made(model: torch.nn.Module, holder: Any, name: str) -> bool:
@@ -79,7 +88,9 @@ def _sums(model: torch.nn.Module) -> dict[tuple[int, str], int]:
 
 
 def _may_be_made(tensor: torch.Tensor) -> bool:
-    """Whether a tensor's values may come from weights: floating point, and not one repeated value as default scales are."""
+    """Whether a tensor's values may come from weights: floating point, and not one repeated value as default
+    scales are.
+    """
     if not tensor.is_floating_point() or tensor.is_meta or tensor.numel() < 2:
         return False
     flat = int_view(tensor)
@@ -111,24 +122,26 @@ def find(
     reloaded: Set[torch.nn.Module] = frozenset(),
     later: Mapping[str, str | None] = MappingProxyType({}),
 ) -> list[DerivedCopy]:
-    """Find the copies that a commit has to refresh, and prove that refreshing works in place. Call it while paused.
+    """Find the copies that a commit has to refresh, and prove that refreshing works in place. Call it while
+    paused.
 
-    A copy is what loading the weights made or changed, and what begins as a parameter does. Changes live memory and restores
-    it.
+    A copy is what loading the weights made or changed, and what begins as a parameter does. Changes live
+    memory and restores it.
 
     Args:
         model: As the engine has loaded it.
         covered: Addresses of the storages that commits write.
         reloaded: Modules that are loaded again with all that they hold.
-        later: Names of attributes that the first forward call makes from weights, and the attribute that says that it will,
-            if any does.
+        later: Names of attributes that the first forward call makes from weights, and the attribute that says
+            that it will, if any does.
 
     Raises:
         ModelMismatchError: a copy is not made again in place.
     """
     parameters = list(model.parameters())
     dtype = next((p.dtype for p in parameters if p.is_floating_point()), torch.float32)
-    loaded = covered | {_storage(tensor) for tensor in model.state_dict().values()}  # vLLM fills other buffers by itself
+    # vLLM fills other buffers by itself
+    loaded = covered | {_storage(tensor) for tensor in model.state_dict().values()}
     by_start: dict[tuple[object, ...], list[torch.Tensor]] = {}
     for parameter in parameters:
         if parameter.numel() > 1:
@@ -159,8 +172,11 @@ def _nobody() -> None:
     raise NotImplementedError("Nobody makes it again.")
 
 
-def _maker(model: torch.nn.Module, holder: Any, dtype: torch.dtype, covered: Set[int]) -> Callable[[], object]:
-    """Return what makes the tensors of a holder again: itself, as in vLLM, or the model around it, as in SGLang.
+def _maker(
+    model: torch.nn.Module, holder: Any, dtype: torch.dtype, covered: Set[int]
+) -> Callable[[], object]:
+    """Return what makes the tensors of a holder again: itself, as in vLLM, or the model around it, as in
+    SGLang.
 
     A model that writes to `covered` storages would change weights, so it is not asked.
     """
@@ -176,7 +192,8 @@ def _maker(model: torch.nn.Module, holder: Any, dtype: torch.dtype, covered: Set
 
 def _refusal(copy: DerivedCopy) -> ModelMismatchError:
     return ModelMismatchError(
-        f"The engine keeps what it made from a weight in {copy} and does not make it again in place, so this model cannot "
+        f"The engine keeps what it made from a weight in {copy} and does not make it again in place, so this "
+        "model cannot "
         "be updated."
     )
 
@@ -187,7 +204,9 @@ def _start(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _is_copy(tensor: torch.Tensor, by_start: dict[tuple[object, ...], list[torch.Tensor]]) -> bool:
-    """Whether a tensor begins as a parameter does, to the end of the shorter one: a copy, or one of several in a row."""
+    """Whether a tensor begins as a parameter does, to the end of the shorter one: a copy, or one of several
+    in a row.
+    """
     flat = tensor.detach().reshape(-1)
     for source in by_start.get(_start(tensor), ()):
         size = min(flat.numel(), source.numel())
@@ -205,7 +224,9 @@ def _equal(copy: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 def _stale(copies: Sequence[DerivedCopy]) -> Sequence[DerivedCopy]:
-    """Return those of the copies of one maker that it does not make again in place. Their values are restored."""
+    """Return those of the copies of one maker that it does not make again in place. Their values are
+    restored.
+    """
     before = []
     for copy in copies:
         buffers = copy.holder._buffers if isinstance(copy.holder, torch.nn.Module) else {}

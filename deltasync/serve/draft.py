@@ -1,7 +1,8 @@
 """A draft that guesses the next tokens of a model, and is followed with it if its trainer trains both.
 
-A channel has the tensors of such a draft in one of two ways: as those of the model's own checkpoint (MTP layers), or with
-`DRAFT` before their names. Names without it are never those of a draft that has a checkpoint of its own.
+A channel has the tensors of such a draft in one of two ways: as those of the model's own checkpoint (MTP
+layers), or with `DRAFT` before their names. Names without it are never those of a draft that has a checkpoint
+of its own.
 """
 
 from __future__ import annotations
@@ -16,20 +17,25 @@ DRAFT = "draft."
 
 
 class WithDraft(torch.nn.Module):
-    """A model and its draft as one, for the load plan. Call `load_weights` of a copy (`plan.Loader.as_loaded`).
+    """A model and its draft as one, for the load plan. Call `load_weights` of a copy
+    (`plan.Loader.as_loaded`).
 
     Args:
         draft: The draft; None for tensors of a draft that is not here.
         is_part: Whether the model's own checkpoint has the draft, so that each of them picks its tensors.
     """
 
-    def __init__(self, model: torch.nn.Module, draft: torch.nn.Module | None = None, is_part: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, draft: torch.nn.Module | None = None, is_part: bool = False
+    ) -> None:
         super().__init__()
         self.model, self.draft, self.is_part = model, draft, is_part
 
     @property
     def drafting(self) -> set[torch.nn.Module]:
-        """The modules of the draft that it does not share with the model, as engines share embeddings and heads."""
+        """The modules of the draft that it does not share with the model, as engines share embeddings and
+        heads.
+        """
         return {*(() if self.draft is None else self.draft.modules())} - {*self.model.modules()}
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:

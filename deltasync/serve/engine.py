@@ -1,4 +1,6 @@
-"""Parts that targets inside an engine's process need, in addition to the follow loop; and what its processes send others."""
+"""Parts that targets inside an engine's process need, in addition to the follow loop; and what its processes
+send others.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ _T = TypeVar("_T")
 def open_reader(settings: ReplicaSettings, process_count: int = 1) -> ChannelReader:
     """Open the channel, behind the cache that the processes of this machine share."""
     assert settings.channel is not None
-    store = behind_cache(open_failover(settings.channel), settings.cache_dir, settings.cache_bytes, process_count)
+    store = behind_cache(
+        open_failover(settings.channel), settings.cache_dir, settings.cache_bytes, process_count
+    )
     return ChannelReader(store, settings.trusted_keys)
 
 
@@ -61,7 +65,9 @@ def limit_threads(given: str, process_count: int | None) -> None:
 
 
 def around(owner: Any, name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Return a decorator that has a function called in place of `owner`'s, with that one before its arguments."""
+    """Return a decorator that has a function called in place of `owner`'s, with that one before its
+    arguments.
+    """
     original = getattr(owner, name)
 
     def replace(hook: Callable[..., Any]) -> Callable[..., Any]:
@@ -89,13 +95,17 @@ def unique_name(names: OrderedDict[int, str], version: VersionId) -> str:
 
 
 def number_of(name: str) -> int | None:
-    """Return the version's number in what `unique_name` returned; None for another name, of weights of no version."""
+    """Return the version's number in what `unique_name` returned; None for another name, of weights of no
+    version.
+    """
     number = name.partition("-")[0]
     return int(number) if number.isdecimal() else None
 
 
 class Places:
-    """The addresses of a model's parameters and buffers, so that a replaced one is noticed before the next step."""
+    """The addresses of a model's parameters and buffers, so that a replaced one is noticed before the next
+    step.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = [
@@ -153,7 +163,9 @@ class Failure(msgspec.Struct, frozen=True):
         if not isinstance(error, DeltaSyncError):
             logger.error("deltasync failed unexpectedly", exc_info=error)
         key = error.key if isinstance(error, CorruptDataError | MissingVersionError) else None
-        return cls(type(error).__name__, str(error), key, [*error.tensors] if isinstance(error, ShareError) else [])
+        return cls(
+            type(error).__name__, str(error), key, [*error.tensors] if isinstance(error, ShareError) else []
+        )
 
     def error(self) -> DeltaSyncError:
         """Return the error; an ApplyError if its class is not one of deltasync's."""
@@ -174,16 +186,24 @@ class Working(msgspec.Struct):
 describe(Failure, Working)
 
 Answer = dict[str, Any]
-"""The reply to a call from another process, in plain data: `{"result": ...}`, `{"error": ...}` or `{"working": ...}`."""
+"""The reply to a call from another process, in plain data: `{"result": ...}`, `{"error": ...}` or
+`{"working": ...}`.
+"""
 
 
 def answer(body: Callable[[], Any]) -> Answer:
-    """Run a call's body and return the reply. An exception becomes part of it, because it could end the engine."""
+    """Run a call's body and return the reply. An exception becomes part of it, because it could end the
+    engine.
+    """
     try:
         result = body()
     except Exception as error:  # noqa: BLE001 - the server goes on with the weights it has, and says why
         return {"error": msgspec.to_builtins(Failure.of(error))}
-    return {"working" if isinstance(result, Working) else "result": msgspec.to_builtins(result, builtin_types=(bytes,))}
+    return {
+        "working" if isinstance(result, Working) else "result": msgspec.to_builtins(
+            result, builtin_types=(bytes,)
+        )
+    }
 
 
 def parse(answer: Answer, kind: Any) -> Any:
@@ -202,12 +222,15 @@ def succeeded(replies: Sequence[_T | Failure]) -> list[_T]:
     """Return the replies of all shards.
 
     Raises:
-        DeltaSyncError: the gravest failure among them: one that leaves the weights uncertain, if there is one.
+        DeltaSyncError: the gravest failure among them: one that leaves the weights uncertain, if there is
+            one.
     """
     errors = [reply.error() for reply in replies if isinstance(reply, Failure)]
     if errors:
         raised = min(errors, key=lambda error: (is_safe(error), isinstance(error, ShareError)))
         if isinstance(raised, ShareError):
-            raised.tensors = sorted({name for error in errors if isinstance(error, ShareError) for name in error.tensors})
+            raised.tensors = sorted(
+                {name for error in errors if isinstance(error, ShareError) for name in error.tensors}
+            )
         raise raised
     return [reply for reply in replies if not isinstance(reply, Failure)]

@@ -1,4 +1,6 @@
-"""Weights of a model that may compute at any time: where the channel's tensors are in it, and changes between its calls."""
+"""Weights of a model that may compute at any time: where the channel's tensors are in it, and changes between
+its calls.
+"""
 
 from __future__ import annotations
 
@@ -33,18 +35,22 @@ logger = logging.getLogger(__name__)
 ALONE_S = 30.0  # how long a commit waits for calls that run
 _UNKNOWN = "The weights are in an unknown state: forward calls are blocked until the next sync succeeds."
 _MOVED = (
-    "The weights are in an unknown state, because something else wrote, converted or replaced them: forward calls are "
+    "The weights are in an unknown state, because something else wrote, converted or replaced them: forward "
+    "calls are "
     "blocked until the next sync succeeds."
 )
 _WRITER = (
-    "The module wrote into its own weights in a forward call, as layers in training and weights that are rescaled at first "
-    "use do, so its bits are not the channel's any more: map the tensors that it keeps for itself to None in `names`, or "
+    "The module wrote into its own weights in a forward call, as layers in training and weights that are "
+    "rescaled at first "
+    "use do, so its bits are not the channel's any more: map the tensors that it keeps for itself to None in "
+    "`names`, or "
     "follow with a module that writes none."
 )
 
 Names = Callable[[str], str | Sequence[str] | None]
-"""Returns the channel's name for a tensor of a module's state_dict: one name, several for tensors that lie one after the
-other, or are stacked, along the first dimension, or None for a tensor that the channel does not have."""
+"""Returns the channel's name for a tensor of a module's state_dict: one name, several for tensors that lie
+one after the other, or are stacked, along the first dimension, or None for a tensor that the channel does not
+have."""
 
 _COMPILED = "_orig_mod."  # of torch.compile, around any part
 _ADAPTED = "base_model.model."  # of peft
@@ -52,7 +58,9 @@ _AROUND_BASE = ".base_layer."  # peft's
 
 
 def plain_name(name: str) -> str | None:
-    """Return a tensor's checkpoint name in a module that torch.compile or peft has wrapped; None for an adapter's own."""
+    """Return a tensor's checkpoint name in a module that torch.compile or peft has wrapped; None for an
+    adapter's own.
+    """
     name = name.replace(_COMPILED, "").removeprefix(_ADAPTED)
     return None if ".lora_" in name else name.replace(_AROUND_BASE, ".")
 
@@ -63,13 +71,15 @@ def places(
     """Find the channel's tensors in a model's state_dict, whose tensors are live memory.
 
     Returns:
-        A view of live memory for each tensor, with its shape and dtype; the ties; and the tensors that the model keeps to
-        itself: `names` gives None for them, but the channel has them. A tensor that shares its memory with another is a copy
-        instead of a view, and the second mapping has the name of the other. So is one that the model keeps to itself.
+        A view of live memory for each tensor, with its shape and dtype; the ties; and the tensors that the
+        model keeps to
+        itself: `names` gives None for them, but the channel has them. A tensor that shares its memory with
+        another is a copy instead of a view, and the second mapping has the name of the other. So is one that
+        the model keeps to itself.
 
     Raises:
-        ModelMismatchError: a tensor is on one side only, has another shape or dtype there, or overlaps another one; or there
-            is a value that is no tensor.
+        ModelMismatchError: a tensor is on one side only, has another shape or dtype there, or overlaps
+            another one; or there is a value that is no tensor.
     """
     found: dict[str, torch.Tensor] = {}
     ties: dict[str, str] = {}
@@ -86,7 +96,8 @@ def places(
             continue
         if not isinstance(tensor, torch.Tensor):
             raise ModelMismatchError(
-                f"{own} in the module's state_dict is no tensor but a {type(tensor).__name__}, which no channel carries: "
+                f"{own} in the module's state_dict is no tensor but a {type(tensor).__name__}, which no "
+                "channel carries: "
                 "map it to None in `names` if the module keeps its own, or follow with a module without it."
             )
         if not any(name in specs for name in ([named] if isinstance(named, str) else named)):
@@ -108,9 +119,14 @@ def places(
         found |= {each: part.detach().clone() for each, part in _parts(name, private[name], name, specs)}
     lacking = specs.keys() - found.keys()
     if unknown or lacking:
-        sides = ((lacking, "is in the channel and not in the module"), (unknown, "is in the module and not in the channel"))
+        sides = (
+            (lacking, "is in the channel and not in the module"),
+            (unknown, "is in the module and not in the channel"),
+        )
         more = [f" (and {len(side) - 1} more)" if len(side) > 1 else "" for side, _ in sides]
-        problems = "; ".join(f"{min(side)}{and_} {where}" for (side, where), and_ in zip(sides, more, strict=True) if side)
+        problems = "; ".join(
+            f"{min(side)}{and_} {where}" for (side, where), and_ in zip(sides, more, strict=True) if side
+        )
         raise ModelMismatchError(f"{problems}. Map the names of the module to the channel's by `names`.")
     return found, ties, kept
 
@@ -122,12 +138,15 @@ def _check_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
     """Raise ModelMismatchError if two tensors, or two elements of one, share memory."""
     spans = []
     for name, tensor in tensors.items():
-        dims = sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1)
+        dims = sorted(
+            (stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1
+        )
         last = 0  # the offset of the last element
         for stride, size in dims:
             if stride <= last:
                 raise ModelMismatchError(
-                    f"{name} overlaps itself in the module's memory, as expanded tensors do: give it memory of its own."
+                    f"{name} overlaps itself in the module's memory, as expanded tensors do: give it memory "
+                    "of its own."
                 )
             last += stride * (size - 1)
         if tensor.numel():
@@ -146,37 +165,53 @@ def _check_overlaps(tensors: Mapping[str, torch.Tensor]) -> None:
 
 
 def _check_apart(tensors: Mapping[str, torch.Tensor]) -> None:
-    """As `_check_overlaps`, of tensors that lie between each other's elements, as columns of one matrix do."""
+    """As `_check_overlaps`, of tensors that lie between each other's elements, as columns of one matrix
+    do.
+    """
     first = min(tensor.data_ptr() for tensor in tensors.values())
     width = min(tensor.element_size() for tensor in tensors.values())
     taken = torch.zeros(0, dtype=torch.uint8, device="cpu")
     for name, tensor in tensors.items():
         offset, rest = divmod(tensor.data_ptr() - first, width)
-        span = offset + 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        span = (
+            offset
+            + 1
+            + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        )
         taken = torch.nn.functional.pad(taken, (0, max(0, span - len(taken))))
         place = taken.as_strided(tensor.shape, tensor.stride(), offset)
         if rest or tensor.element_size() != width or place.any():
-            raise ModelMismatchError(_OVERLAP.format(min(tensors), name if name != min(tensors) else max(tensors)))
+            raise ModelMismatchError(
+                _OVERLAP.format(min(tensors), name if name != min(tensors) else max(tensors))
+            )
         place.fill_(1)
 
 
 def check_memory(own: str, tensor: torch.Tensor) -> None:
-    """Raise ModelMismatchError if the bits of a tensor are not in memory as its sizes, strides and dtype say."""
+    """Raise ModelMismatchError if the bits of a tensor are not in memory as its sizes, strides and dtype
+    say.
+    """
     if tensor.is_meta:
         raise ModelMismatchError(f"{own} is on the meta device: it has no memory to be patched.")
     is_nested, is_strided = tensor.is_nested, tensor.layout is torch.strided
     kind = (
-        "nested tensor" if is_nested else "ZeroTensor" if is_strided and tensor._is_zerotensor() else type(tensor).__name__
+        "nested tensor"
+        if is_nested
+        else "ZeroTensor"
+        if is_strided and tensor._is_zerotensor()
+        else type(tensor).__name__
     )
     if is_lazy(tensor) or not is_strided or not has_memory(tensor):
         layout = "" if is_nested or is_strided else f" of layout {str(tensor.layout).removeprefix('torch.')}"
         raise ModelMismatchError(
-            f"{own} is a {kind}{layout}, which has no memory of its own to be patched: follow with a module of plain "
+            f"{own} is a {kind}{layout}, which has no memory of its own to be patched: follow with a module "
+            "of plain "
             "tensors."
         )
     if tensor.is_neg() or tensor.is_conj():
         raise ModelMismatchError(
-            f"{own} is a view whose memory has the negated values (torch's negative or conjugate bit): give the module "
+            f"{own} is a view whose memory has the negated values (torch's negative or conjugate bit): give "
+            "the module "
             "resolve_neg() or resolve_conj() of it."
         )
 
@@ -190,7 +225,13 @@ def _parts(
     for name in [named] if isinstance(named, str) else named:
         spec = specs.get(name)
         is_stacked = spec is not None and not isinstance(named, str) and tensor.ndim > len(spec.shape)
-        rows = 0 if spec is None or isinstance(named, str) or not spec.shape else 1 if is_stacked else spec.shape[0]
+        rows = (
+            0
+            if spec is None or isinstance(named, str) or not spec.shape
+            else 1
+            if is_stacked
+            else spec.shape[0]
+        )
         part = tensor if isinstance(named, str) else tensor.detach()[first : first + rows]
         part = part.squeeze(0) if is_stacked else part
         if spec is None or (dtype_name(part.dtype, own), tuple(part.shape)) != (spec.dtype, spec.shape):
@@ -199,7 +240,8 @@ def _parts(
             if spec is not None and tuple(part.shape) == spec.shape:
                 cure = f" Convert it first, such as by module.to(torch.{spec.dtype}), or publish with dtype='keep'."
             raise ModelMismatchError(
-                f"{own} is {dtype_name(part.dtype)} of shape {list(part.shape)} where {name} should lie, which is {wanted} "
+                f"{own} is {dtype_name(part.dtype)} of shape {list(part.shape)} where {name} should lie, "
+                f"which is {wanted} "
                 f"in the channel.{cure}"
             )
         first += rows
@@ -209,8 +251,14 @@ def _parts(
 
 
 def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.device]:
-    """Return what identifies the memory of a tensor while that is held. An empty one has none, and is like no other."""
-    return tensor.data_ptr() if tensor.numel() else id(tensor), tensor.numel() * tensor.element_size(), tensor.device
+    """Return what identifies the memory of a tensor while that is held. An empty one has none, and is like no
+    other.
+    """
+    return (
+        tensor.data_ptr() if tensor.numel() else id(tensor),
+        tensor.numel() * tensor.element_size(),
+        tensor.device,
+    )
 
 
 def segment(tensor: torch.Tensor) -> Segment:
@@ -236,15 +284,18 @@ class _Call:
 
 
 _calls: contextvars.ContextVar[tuple[_Call, ...]] = contextvars.ContextVar("deltasync_calls", default=())
-"""The calls of this thread, or asyncio task, and of those that copied its context. Some may have ended elsewhere."""
+"""The calls of this thread, or asyncio task, and of those that copied its context. Some may have ended
+elsewhere.
+"""
 
 
 class Gate:
     """Keeps forward calls, of which many may run, and commits, which run alone, apart.
 
-    A `hold()` may end in another thread than it began in. While a commit waits, these may begin: calls inside of a call or a
-    hold of the same context; forward calls while a hold is open, which the commit waits for anyway, since the threads of a
-    pool may belong to it; and calls in a thread that is younger than a call that runs, which may wait for it.
+    A `hold()` may end in another thread than it began in. While a commit waits, these may begin: calls inside
+    of a call or a hold of the same context; forward calls while a hold is open, which the commit waits for
+    anyway, since the threads of a pool may belong to it; and calls in a thread that is younger than a call
+    that runs, which may wait for it.
     """
 
     def __init__(self) -> None:
@@ -253,11 +304,15 @@ class Gate:
         self._inside: set[_Call] = set()
         self._closed = False  # a commit waits or runs
         self.problem: str | None = None  # why no forward call may begin
-        self.check: Callable[[], bool] = lambda: True  # whether the weights are where they were mapped; asked as calls begin
-        self.begun: Callable[[], int] = lambda: 0  # called as a forward call begins: how often the weights were written
-        self.ended: Callable[[int], str | None] = lambda begun: None  # called with that as it ends: a new problem
+        # whether the weights are where they were mapped; asked as calls begin
+        self.check: Callable[[], bool] = lambda: True
+        # called as a forward call begins: how often the weights were written
+        self.begun: Callable[[], int] = lambda: 0
+        # called with that as it ends: a new problem
+        self.ended: Callable[[int], str | None] = lambda begun: None
         self.closings = 0  # how often it was closed for a commit
-        self.waits_since_s: float | None = None  # since when a commit waits for calls to end, by `time.monotonic`
+        # since when a commit waits for calls to end, by `time.monotonic`
+        self.waits_since_s: float | None = None
 
     @contextlib.contextmanager
     def inside(self, wait_s: float = 0.0, *, holds: bool = False) -> Iterator[None]:
@@ -323,7 +378,8 @@ class Gate:
             self.problem = _MOVED
 
     def _may_enter(self, holds: bool) -> bool:
-        own = threading.current_thread()  # the identifier of a thread that has ended may be given to a new one
+        # the identifier of a thread that has ended may be given to a new one
+        own = threading.current_thread()
         if not self._closed or self.depth:
             return True
         return any(own not in call.others or (call.holds and not holds) for call in [*self._inside])
@@ -353,7 +409,8 @@ class Gate:
                 self.closings += 1
                 if not self._changed.wait_for(lambda: not self._inside, ALONE_S):
                     raise StageError(
-                        f"A forward call or a hold() has not ended for {ALONE_S:g} s; the weights are as before."
+                        f"A forward call or a hold() has not ended for {ALONE_S:g} s; the weights are as "
+                        "before."
                     )
                 self.waits_since_s = None
             yield
@@ -397,17 +454,22 @@ def gated_calls(module: Any, gate: Gate, names: Sequence[str]) -> contextlib.Abs
 
 
 Mapped = tuple[LiveMemory, dict[str, torch.Tensor], dict[str, str]]
-"""The channel's tensors in a model: live memory over them, and the tensors and ties, as `places` returns them."""
+"""The channel's tensors in a model: live memory over them, and the tensors and ties, as `places` returns
+them.
+"""
 
 Part = tuple[Mapping[str, Any], str, Any, object]
-"""A part of a module: the mapping that holds it, its name there, the tensor or module, and the place of its memory."""
+"""A part of a module: the mapping that holds it, its name there, the tensor or module, and the place of its
+memory.
+"""
 
 
 class GatedTarget(MemoryTarget):
     """The weights of a model whose forward calls pass a gate.
 
-    A subclass says which tensors the model has now and where they are, and puts its forward calls inside of the gate. It is
-    noted only what was mapped without a refusal: a model that was changed is refused at each sync.
+    A subclass says which tensors the model has now and where they are, and puts its forward calls inside of
+    the gate. It is noted only what was mapped without a refusal: a model that was changed is refused at each
+    sync.
     """
 
     def __init__(self, module: Any, reader: ChannelReader, names: Names, gate: Gate) -> None:
@@ -429,7 +491,9 @@ class GatedTarget(MemoryTarget):
 
     @abstractmethod
     def _state(self) -> Mapping[str, Any]:
-        """The model's tensors by its own names, `torch.Tensor`s over live memory; and the names that are ignored."""
+        """The model's tensors by its own names, `torch.Tensor`s over live memory; and the names that are
+        ignored.
+        """
 
     @abstractmethod
     def _found(self) -> Mapping[str, Any]:
@@ -440,7 +504,9 @@ class GatedTarget(MemoryTarget):
         """The parts that the model has now."""
 
     def _place(self, part: Any) -> object:
-        """Return a value that changes when a part is moved or written, as far as that can be asked at each call."""
+        """Return a value that changes when a part is moved or written, as far as that can be asked at each
+        call.
+        """
         return None
 
     def _writes(self) -> int:
@@ -473,7 +539,8 @@ class GatedTarget(MemoryTarget):
     def _call_ended(self, begun: int) -> str | None:
         """Find out whether a forward call has written weights, and say why the model is refused from now on.
 
-        All bits are compared after the first call since the model was mapped; later, writes that the framework counts.
+        All bits are compared after the first call since the model was mapped; later, writes that the
+        framework counts.
         """
         if self._writes() == begun and (self._first_ended or self._is_untouched()):
             self._first_ended = self._first_ended or self.version is not None
@@ -502,18 +569,26 @@ class GatedTarget(MemoryTarget):
         return memory, tensors, ties
 
     def is_settled(self, asked: bool) -> bool:
-        """Whether the live bits are known. They are not if the model has other storages than those that were mapped.
+        """Whether the live bits are known. They are not if the model has other storages than those that were
+        mapped.
 
         If a caller asks, all bits are compared again: the framework does not count every write.
         """
-        return super().is_settled(asked) and not self._is_moved and self._writer is None and not (asked and self._is_due)
+        return (
+            super().is_settled(asked)
+            and not self._is_moved
+            and self._writer is None
+            and not (asked and self._is_due)
+        )
 
     @property
     def _is_due(self) -> bool:
         return time.monotonic() - self._audited_s >= self.audit_s
 
     def _is_in_place(self) -> bool:
-        return all(held.get(name) is part and self._place(part) == place for held, name, part, place in self._parts)
+        return all(
+            held.get(name) is part and self._place(part) == place for held, name, part, place in self._parts
+        )
 
     @property
     def _is_moved(self) -> bool:
@@ -542,7 +617,10 @@ class GatedTarget(MemoryTarget):
                     super().settle()
                 self._audited_s = time.monotonic()
             if before is not None and self.version is None:
-                logger.warning("Something else wrote into the model's weights: version %d is loaded again.", before.version)
+                logger.warning(
+                    "Something else wrote into the model's weights: version %d is loaded again.",
+                    before.version,
+                )
         except ModelMismatchError as error:
             self._refusal = f"{_UNKNOWN} {error}"
             raise
@@ -550,7 +628,9 @@ class GatedTarget(MemoryTarget):
             self._update_gate()  # before anything is loaded in their place
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | None:
-        """Stage a chain (`Target.stage`). Compares all bits at the end, because the next version is built on them."""
+        """Stage a chain (`Target.stage`). Compares all bits at the end, because the next version is built on
+        them.
+        """
         staged = self._opened.stage(chain)
         if self._is_due:
             with self._reading:
@@ -568,7 +648,9 @@ class GatedTarget(MemoryTarget):
                 before = time.perf_counter()
                 self._finish_calls()
                 if not self._is_as_staged or self._writer is not None:
-                    raise StageError("The model's parameters were replaced or written meanwhile; they are mapped again.")
+                    raise StageError(
+                        "The model's parameters were replaced or written meanwhile; they are mapped again."
+                    )
                 self._served = True
                 commit = self._exchange(staged)
                 self._note_places()
@@ -581,11 +663,15 @@ class GatedTarget(MemoryTarget):
         """Refuse a version that gives one tensor of the model two values."""
         for name, other in self._ties.items():
             if not torch.equal(int_view(self.tensors[name]), int_view(self.tensors[other])):
-                self._refusal = f"{name} and {other} are one tensor in the module, and differ in version {version}."
+                self._refusal = (
+                    f"{name} and {other} are one tensor in the module, and differ in version {version}."
+                )
                 raise ModelMismatchError(self._refusal)
 
     def _update_gate(self) -> None:
-        """Let no forward call begin while the weights are of no known version, unless they never were of one."""
+        """Let no forward call begin while the weights are of no known version, unless they never were of
+        one.
+        """
         weights = self.weights
         is_known = weights is None or (weights.settled and (weights.version is not None or not self._served))
         self._gate.report(self._writer or self._refusal or (None if is_known else _UNKNOWN))

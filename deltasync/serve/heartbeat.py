@@ -1,7 +1,8 @@
-"""The status of replicas, as seen by a trainer: heartbeats in the channel, or replies of servers whose URLs are known.
+"""The status of replicas, as seen by a trainer: heartbeats in the channel, or replies of servers whose URLs
+are known.
 
-Correctness never depends on them: a lost or stale heartbeat only makes a replica look late. Their age is by the store's
-clock (`StoreClock`), or by how long they were seen not to change.
+Correctness never depends on them: a lost or stale heartbeat only makes a replica look late. Their age is by
+the store's clock (`StoreClock`), or by how long they were seen not to change.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ from deltasync.threads import each
 LIVE_S = 60.0  # a replica counts as live until its heartbeat is this old
 EXPIRED_S = 3600.0  # a heartbeat that is older than this is not read, unless somebody asks for older ones
 STOPPED = "stopped"
-"""State in the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for it."""
+"""State in the last heartbeat of a replica that ended in order. It serves nothing, and nobody waits for
+it.
+"""
 UNKNOWN = "unknown"  # state of a server that answers 404 when it is asked for its status: it does not follow
 
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
@@ -58,11 +61,13 @@ class Heartbeat:
 
     Attributes:
         version, epoch, sha256: Identity of the version that it serves, None before the first.
-        boot: Identifies one life of the replica: names, hosts and process numbers are the same in many containers.
+        boot: Identifies one life of the replica: names, hosts and process numbers are the same in many
+            containers.
         state_s: Seconds for which it had been in this state, by its own count.
-        followed_s_ago: Seconds since it could last follow the channel, by its own count; None before the first time.
-        time_s: Time of writing, in seconds since 1970, by the replica's clock. In a heartbeat that was read: when it was
-            stored, by the reader's clock; its age is by the store's.
+        followed_s_ago: Seconds since it could last follow the channel, by its own count; None before the
+            first time.
+        time_s: Time of writing, in seconds since 1970, by the replica's clock. In a heartbeat that was read:
+            when it was stored, by the reader's clock; its age is by the store's.
     """
 
     replica_id: str
@@ -72,7 +77,8 @@ class Heartbeat:
     epoch: Epoch | None = None
     sha256: Sha256 | None = None
     newest_version: Number | None = None
-    pin: str | None = None  # the versions that it takes, None for the newest. Nobody waits for a pinned replica.
+    # the versions that it takes, None for the newest. Nobody waits for a pinned replica.
+    pin: str | None = None
     error: str | None = None
     boot: Boot | None = None
     state_s: float | None = None
@@ -93,7 +99,9 @@ describe(Heartbeat)
 def encode(heartbeat: Heartbeat) -> bytes:
     """Return the bytes of a heartbeat, with an error that is cut where it is too long."""
     if heartbeat.error is not None and len(heartbeat.error) > limits.ERROR_CHARACTERS:
-        heartbeat = dataclasses.replace(heartbeat, error=f"{heartbeat.error[: limits.ERROR_CHARACTERS - 4]} ...")
+        heartbeat = dataclasses.replace(
+            heartbeat, error=f"{heartbeat.error[: limits.ERROR_CHARACTERS - 4]} ..."
+        )
     return msgspec.json.encode(heartbeat)
 
 
@@ -122,20 +130,24 @@ class _Known:
 
 
 class Heartbeats:
-    """The heartbeats of one run in a store. Each look lists them and reads those that have changed, however many there are.
+    """The heartbeats of one run in a store. Each look lists them and reads those that have changed, however
+    many there are.
 
     Args:
         store: The store.
         run_id: The run.
         clock: The store's clock; one of its own by default.
-        decides: Whether something is waited for or deleted by what is seen here. The first look then measures the clock.
-            Otherwise that is done only if no heartbeat is recent by this machine's clock, which may be wrong.
+        decides: Whether something is waited for or deleted by what is seen here. The first look then measures
+            the clock. Otherwise that is done only if no heartbeat is recent by this machine's clock, which
+            may be wrong.
 
     Attributes:
         run_id: The run.
     """
 
-    def __init__(self, store: Store, run_id: str, clock: StoreClock | None = None, *, decides: bool = False) -> None:
+    def __init__(
+        self, store: Store, run_id: str, clock: StoreClock | None = None, *, decides: bool = False
+    ) -> None:
         self._store = store
         self.run_id = run_id
         self._clock = StoreClock(store) if clock is None else clock
@@ -148,10 +160,11 @@ class Heartbeats:
     def refresh(
         self, deadline: float | None = None, enough: Callable[[Heartbeat], bool] = lambda _: False
     ) -> list[Heartbeat]:
-        """Return the heartbeats that are not expired, sorted by their keys. See `boots` for the arguments and errors.
+        """Return the heartbeats that are not expired, sorted by their keys. See `boots` for the arguments and
+        errors.
 
-        Each boot is a replica of its own while it is live. Live ones of the same name have the boot in their `replica_id`;
-        of others only the newest heartbeat of a name is returned.
+        Each boot is a replica of its own while it is live. Live ones of the same name have the boot in their
+        `replica_id`; of others only the newest heartbeat of a name is returned.
         """
         return _told_apart(self.boots(EXPIRED_S, deadline, enough))
 
@@ -163,8 +176,9 @@ class Heartbeats:
     ) -> list[Heartbeat]:
         """Return the last heartbeat of each boot that was heard of within a time, sorted by their keys.
 
-        Those not read by the deadline (`time.monotonic`) have the state `unread`. One that was `enough` before is not read
-        again. One that a listing lacks, which may be incomplete, stays until it is too old.
+        Those not read by the deadline (`time.monotonic`) have the state `unread`. One that was `enough`
+        before is not read again. One that a listing lacks, which may be incomplete, stays until it is too
+        old.
 
         Raises:
             TransientStoreError: they could not even be listed by the deadline.
@@ -176,11 +190,19 @@ class Heartbeats:
             is_read = known.read == _state(known.info) and known.info.modified_s > 0
             if not is_read and not any(map(enough, known.beats or ())):
                 new.append(known)
-        for known, beats in zip(new, each([known.info for known in new], self._read_one, deadline), strict=True):
-            # Times are too coarse to show that it was stored again at once; so it is read until it has not for a while.
+        for known, beats in zip(
+            new, each([known.info for known in new], self._read_one, deadline), strict=True
+        ):
+            # Times are too coarse to show that it was stored again at once; so it is read until it has not
+            # for a while.
             lasting = time.monotonic() - known.since_s > _COARSE_S
             known.beats, known.read = beats, _state(known.info) if lasting and beats is not None else None
-        found = [beat for key, known in recent.items() for beat in self._found(key, known) if beat.run_id == self.run_id]
+        found = [
+            beat
+            for key, known in recent.items()
+            for beat in self._found(key, known)
+            if beat.run_id == self.run_id
+        ]
         for key in self._known.keys() - recent.keys():
             self._known[key].beats = self._known[key].read = None
         return found
@@ -221,7 +243,9 @@ class Heartbeats:
             each([None], measure, time.monotonic() + _REFRESH_S)
 
     def _age_s(self, known: _Known) -> float:
-        """Return the age of a heartbeat: at least as long as it was seen, at most since something else was seen there."""
+        """Return the age of a heartbeat: at least as long as it was seen, at most since something else was
+        seen there.
+        """
         now_s, modified_s = time.monotonic(), known.info.modified_s
         age_s = time.time() - modified_s if self._guesses and modified_s else self._clock.age_s(modified_s)
         return max(now_s - known.since_s, min(age_s, now_s - known.until_s))
@@ -232,7 +256,9 @@ class Heartbeats:
             return [dataclasses.replace(beat, time_s=time_s) for beat in known.beats]
         name = key.removeprefix(keys.REPLICAS).removesuffix(".json")  # it may be of this run
         error = "its heartbeat could not be read in time"
-        unread = Heartbeat(replica_id=name, run_id=self.run_id, version=None, state="unread", error=error, time_s=time_s)
+        unread = Heartbeat(
+            replica_id=name, run_id=self.run_id, version=None, state="unread", error=error, time_s=time_s
+        )
         return [unread]
 
     def _read_one(self, info: ObjectInfo) -> list[Heartbeat]:
@@ -267,7 +293,8 @@ def others(store: Store, replica_id: str, boot: str) -> dict[str, ObjectInfo]:
 
 
 def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list[Heartbeat]:
-    """Ask servers for their heartbeats (`GET /deltasync/status`). One out of reach, or of another run, serves nothing.
+    """Ask servers for their heartbeats (`GET /deltasync/status`). One out of reach, or of another run, serves
+    nothing.
 
     A server has until the deadline (`time.monotonic`) to answer, by default ten seconds.
     """
@@ -279,28 +306,38 @@ def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list
         return dataclasses.replace(_unreachable(url, error), state=UNKNOWN if code == 404 else "unreachable")
 
     answers = each(urls, ask_one, time.monotonic() + 2 * _ANSWER_S if deadline is None else deadline)
-    return [found or _unreachable(url, f"{url} does not answer in time") for url, found in zip(urls, answers, strict=True)]
+    return [
+        found or _unreachable(url, f"{url} does not answer in time")
+        for url, found in zip(urls, answers, strict=True)
+    ]
 
 
 def ask_status(url: str) -> dict[str, Any] | None:
-    """Ask a server for its status without the commits, with `DELTASYNC_HTTP_TOKEN`. Empty if the answer is not a JSON
-    object; None if the server does not answer, or with an error of its own (5xx).
+    """Ask a server for its status without the commits, with `DELTASYNC_HTTP_TOKEN`. Empty if the answer is
+    not a JSON object; None if the server does not answer, or with an error of its own (5xx).
     """
     answer, _, code = _call(f"{url}/{_STATUS}")
     return None if code is None or code >= 500 else _json_object(answer)
 
 
 def ask_models(url: str) -> list[str]:
-    """Ask a server for the names of the models that it serves (`GET /v1/models`); empty if it does not say."""
+    """Ask a server for the names of the models that it serves (`GET /v1/models`); empty if it does not
+    say.
+    """
     found = _json_object(_call(f"{url}/v1/models")[0]).get("data")
-    return [str(model.get("id")) for model in found if isinstance(model, dict)] if isinstance(found, list) else []
+    return (
+        [str(model.get("id")) for model in found if isinstance(model, dict)]
+        if isinstance(found, list)
+        else []
+    )
 
 
 def post(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> dict[str, Any]:
-    """Post `body` to a server's route `sync` or `pin`, wait until it serves the version that is asked for, and return its
-    answer.
+    """Post `body` to a server's route `sync` or `pin`, wait until it serves the version that is asked for,
+    and return its answer.
 
-    Raises AckTimeoutError if it does not serve the version in time, DeltaSyncError if it does not answer, or refuses.
+    Raises AckTimeoutError if it does not serve the version in time, DeltaSyncError if it does not answer, or
+    refuses.
     """
     url = url.rstrip("/")
     request = msgspec.json.encode({**body, "timeout_s": timeout_s})
@@ -308,21 +345,31 @@ def post(url: str, route: str, body: Mapping[str, object], timeout_s: float) -> 
     found = _json_object(answer)
     if error is None and "version" in found:
         return found
-    reason = f"{found.get('error', '')} {found.get('cause') or ''}".strip() or error or "the answer is not deltasync's."
+    reason = (
+        f"{found.get('error', '')} {found.get('cause') or ''}".strip()
+        or error
+        or "the answer is not deltasync's."
+    )
     raise (AckTimeoutError if code == 504 else DeltaSyncError)(f"{url}: {reason}")
 
 
 def digests(url: str, timeout_s: float) -> tuple[int, dict[str, str]]:
-    """Return the version that a server serves, and the sha256 of each tensor that it computes with, by the channel's names.
+    """Return the version that a server serves, and the sha256 of each tensor that it computes with, by the
+    channel's names.
 
-    The server reads all its weights between two steps. Raises DeltaSyncError if it does not answer with them in time.
+    The server reads all its weights between two steps. Raises DeltaSyncError if it does not answer with them
+    in time.
     """
     url = url.rstrip("/")
     answer, error, _ = _call(f"{url}/deltasync/digest", timeout_s=timeout_s, most_bytes=limits.DIGEST_BYTES)
     found = _json_object(answer)
     version, sha256 = found.get("version"), found.get("sha256")
     if error is not None or not isinstance(version, int) or not isinstance(sha256, dict):
-        reason = found.get("error") or error or "the answer has no version with digests. Wait until the server serves one."
+        reason = (
+            found.get("error")
+            or error
+            or "the answer has no version with digests. Wait until the server serves one."
+        )
         raise DeltaSyncError(f"{url}: {reason}")
     return version, {str(name): str(digest) for name, digest in sha256.items()}
 
@@ -344,16 +391,18 @@ def wait_for(
     known: Heartbeats | None = None,
     required: bool = False,
 ) -> list[Heartbeat]:
-    """Block until every live replica serves a version or a later one, at least one, and return their heartbeats.
+    """Block until every live replica serves a version or a later one, at least one, and return their
+    heartbeats.
 
-    Pinned replicas do not count. Wait for the version's upload first (`Receipt.wait`): a failed one never arrives.
+    Pinned replicas do not count. Wait for the version's upload first (`Receipt.wait`): a failed one never
+    arrives.
 
     Args:
         store: The channel's store.
         run_id: The run whose replicas count.
         version: The version's number.
-        published: Digests of the records that the caller published, by number; may grow during the call. A replica counts
-            only if it serves one of these, by the digest.
+        published: Digests of the records that the caller published, by number; may grow during the call. A
+            replica counts only if it serves one of these, by the digest.
         timeout_s: How long to wait. The last refresh may take a second more.
         urls: Servers to ask instead of reading heartbeats, each of which has to serve it.
         known: The heartbeats of the last call, so that only changed ones are read.
@@ -361,7 +410,8 @@ def wait_for(
 
     Raises:
         AckTimeoutError: time is up; it names the live replicas that lag, with their errors.
-        ConfigError: a required server does not follow, or follows another run, and has said so for three seconds.
+        ConfigError: a required server does not follow, or follows another run, and has said so for three
+            seconds.
     """
     deadline = time.monotonic() + timeout_s
     poll_s = _FIRST_POLL_S
@@ -378,7 +428,9 @@ def wait_for(
             if time.monotonic() >= deadline:
                 raise
         else:
-            lost = [problem for beat in heartbeats if required and (problem := _lost(beat, run_id, store.url))]
+            lost = [
+                problem for beat in heartbeats if required and (problem := _lost(beat, run_id, store.url))
+            ]
             followed_s = followed_s if lost else time.monotonic()
             if time.monotonic() - followed_s > _CONFIRM_S:
                 raise ConfigError(f"{lost[0]} Version {version} is published, and not served there.")
@@ -388,7 +440,9 @@ def wait_for(
                 return live
             if time.monotonic() >= deadline:
                 reason = _explain(lagging, heartbeats)
-                raise AckTimeoutError(f"Version {version} is published to {store.url}, but after {timeout_s:g} s {reason}.")
+                raise AckTimeoutError(
+                    f"Version {version} is published to {store.url}, but after {timeout_s:g} s {reason}."
+                )
         time.sleep(max(0.0, min(poll_s, deadline - time.monotonic())))
         poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
@@ -400,7 +454,8 @@ def _lost(beat: Heartbeat, run_id: str, channel: str) -> str | None:
     if beat.run_id in (None, run_id):
         return None
     return (
-        f"The server at {beat.replica_id} follows another run, {beat.run_id}, and this trainer publishes run {run_id} to "
+        f"The server at {beat.replica_id} follows another run, {beat.run_id}, and this trainer publishes run "
+        f"{run_id} to "
         f"{channel}. Restart the server with DELTASYNC_CHANNEL set to this URL."
     )
 
@@ -408,9 +463,12 @@ def _lost(beat: Heartbeat, run_id: str, channel: str) -> str | None:
 def follows_nothing(url: str) -> str:
     """Say that a vLLM server does not follow, and what to do."""
     return (
-        f"The vLLM server at {url} does not follow a channel, so it would go on to answer with the weights that it has: "
-        "GET /deltasync/status is not answered as deltasync does. Start the server with DELTASYNC_CHANNEL and "
-        "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension, let that path through proxies, and send no wrong "
+        f"The vLLM server at {url} does not follow a channel, so it would go on to answer with the weights "
+        "that it has: "
+        "GET /deltasync/status is not answered as deltasync does. Start the server with DELTASYNC_CHANNEL "
+        "and "
+        "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension, let that path through proxies, and "
+        "send no wrong "
         "DELTASYNC_HTTP_TOKEN."
     )
 
@@ -434,7 +492,8 @@ def _age_s(heartbeat: Heartbeat) -> float:
 def _explain(lagging: list[Heartbeat], heartbeats: list[Heartbeat]) -> str:
     if not heartbeats:
         return (
-            "no replica has ever reported to this run. Start one that follows the channel, or check that its channel URL is "
+            "no replica has ever reported to this run. Start one that follows the channel, or check that its "
+            "channel URL is "
             "this one"
         )
     if lagging:
@@ -451,7 +510,9 @@ def _explain(lagging: list[Heartbeat], heartbeats: list[Heartbeat]) -> str:
 
 
 def _describe(heartbeat: Heartbeat) -> str:
-    serves = "no version" if heartbeat.version is None else f"version {heartbeat.serving or heartbeat.version}"
+    serves = (
+        "no version" if heartbeat.version is None else f"version {heartbeat.serving or heartbeat.version}"
+    )
     error = "" if heartbeat.error is None else f", error: {heartbeat.error}"
     works = heartbeat.state in ("staging", "committing") and heartbeat.state_s is not None
     state = f"{heartbeat.state} for {heartbeat.state_s:.0f} s" if works else heartbeat.state
@@ -495,7 +556,8 @@ def _call(
     settings = ReplicaSettings.from_env()
     if settings.http_token is not None:
         headers["Authorization"] = f"Bearer {settings.http_token}"
-    # Without handlers for proxies, which are for the world outside, and for redirects: both would get the token.
+    # Without handlers for proxies, which are for the world outside, and for redirects: both would get the
+    # token.
     opener = urllib.request.OpenerDirector()
     for handler in (
         urllib.request.HTTPHandler,

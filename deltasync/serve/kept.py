@@ -1,8 +1,8 @@
 """Values that a torch module keeps beside its weights: a new version must not meet those of an old one.
 
-A module may compute something from its weights at its first call and keep it. If nothing was there when the module began to
-follow, it is dropped, so that the next call makes it again. A value that was there already, in a module that holds weights,
-may come from these, so the module is refused by the value's name.
+A module may compute something from its weights at its first call and keep it. If nothing was there when the
+module began to follow, it is dropped, so that the next call makes it again. A value that was there already,
+in a module that holds weights, may come from these, so the module is refused by the value's name.
 """
 
 from __future__ import annotations
@@ -28,13 +28,30 @@ from torch.nn.utils.weight_norm import WeightNorm
 from deltasync.errors import ModelMismatchError
 from deltasync.tensors.bits import has_memory
 
-_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {"_forward_module", "_orig_mod", "_compiled_call_impl"}
-_NOT_MADE = (torch.int64, torch.bool)  # positions, token numbers and masks, also those of a generation that runs
-_REBUILT = "transformers."  # builds modules without values, so that it makes no non-persistent buffer of weights
-_FLAGS = ("layers_are_rescaled",)  # attributes that are true once a first forward call has changed the weights
-_REMAKES = (WeightNorm, SpectralNorm, prune.BasePruningMethod)  # hooks that set an attribute before each forward call
+_INTERNAL = frozenset(vars(torch.nn.Module())) - {"training"} | {
+    "_forward_module",
+    "_orig_mod",
+    "_compiled_call_impl",
+}
+# positions, token numbers and masks, also those of a generation that runs
+_NOT_MADE = (torch.int64, torch.bool)
+# builds modules without values, so that it makes no non-persistent buffer of weights
+_REBUILT = "transformers."
+# attributes that are true once a first forward call has changed the weights
+_FLAGS = ("layers_are_rescaled",)
+# hooks that set an attribute before each forward call
+_REMAKES = (WeightNorm, SpectralNorm, prune.BasePruningMethod)
 _PLAIN = (bool, int, float, str, type(None))
-_NO_OBJECTS = (torch.nn.Module, torch.Tensor, type, types.ModuleType, types.FunctionType, functools.partial, dict, list)
+_NO_OBJECTS = (
+    torch.nn.Module,
+    torch.Tensor,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    functools.partial,
+    dict,
+    list,
+)
 _ABSENT = object()
 
 
@@ -67,8 +84,8 @@ class _Slot(NamedTuple):
 
 
 _NONE, _BUILT, _SHAPE, _FULL = range(4)
-"""No value may stay; those may that were there when the module began to follow, because its package makes them without
-weights; those may that have no weight's shape, because the module has no weights; all may."""
+"""No value may stay; those may that were there when the module began to follow, because its package makes
+them without weights; those may that have no weight's shape, because the module has no weights; all may."""
 
 
 class _Was(NamedTuple):
@@ -84,7 +101,9 @@ _NOTHING = _Was(_ABSENT, [], [], _ABSENT)
 
 
 class _Unit(NamedTuple):
-    """A module, or an object that one holds, with its name in the followed module and how much is known of it."""
+    """A module, or an object that one holds, with its name in the followed module and how much is known of
+    it.
+    """
 
     owner: Any
     where: str
@@ -95,7 +114,9 @@ _Dropped = dict[_Key, tuple[_Slot, Any]]
 
 
 class _Views:
-    """Containers as they were when they were added: a comparison calls no Python for a value that is the same."""
+    """Containers as they were when they were added: a comparison calls no Python for a value that is the
+    same.
+    """
 
     def __init__(self) -> None:
         self._views: list[Collection[Any]] = []
@@ -109,7 +130,9 @@ class _Views:
         self._values.append([*view])
 
     def changed(self) -> set[int]:
-        """Return the units of which a container has other values now. Numbers, flags and texts are no difference."""
+        """Return the units of which a container has other values now. Numbers, flags and texts are no
+        difference.
+        """
         flat = [*itertools.chain.from_iterable(self._views)]
         before = itertools.chain.from_iterable(self._values)
         if [*map(len, self._views)] == [*map(len, self._values)] and all(map(operator.is_, flat, before)):
@@ -164,7 +187,9 @@ class Kept:
 
     def begin(self) -> None:
         """Note plain values as the first forward call begins."""
-        self._plain = {slot.key: slot.value for slot in self._slots() if slot.trust < _SHAPE and _is_scalar(slot.value)}
+        self._plain = {
+            slot.key: slot.value for slot in self._slots() if slot.trust < _SHAPE and _is_scalar(slot.value)
+        }
 
     def end(self) -> None:
         """Note which plain values it has changed, when it ends."""
@@ -174,21 +199,24 @@ class Kept:
                 self._made.add(slot.key)
 
     def check(self) -> None:
-        """Refuse what the module had when it began to follow and what may come from weights. Parts put in later count too.
+        """Refuse what the module had when it began to follow and what may come from weights. Parts put in
+        later count too.
 
         Raises:
             ModelMismatchError: with its name.
         """
         if getattr(sys.modules.get("torch._inductor.config"), "freezing", False):
             raise ModelMismatchError(
-                "torch._inductor.config.freezing makes constants of weights in compiled code, so a new version would leave "
+                "torch._inductor.config.freezing makes constants of weights in compiled code, so a new "
+                "version would leave "
                 "it as it is: turn it off and compile anew."
             )
         for path, module in self._module.named_modules():
             for flag in _FLAGS:
                 if vars(module).get(flag) is True:
                     raise ModelMismatchError(
-                        f"{path}.{flag}".lstrip(".") + " says that a forward call has changed the module's weights, so "
+                        f"{path}.{flag}".lstrip(".")
+                        + " says that a forward call has changed the module's weights, so "
                         "they are not those of a checkpoint: load it anew and follow before its first call."
                     )
         self._note_new()
@@ -197,11 +225,16 @@ class Kept:
             was = self._was.get(slot.key)
             if was is None or slot.value is not was.value or slot.trust in (_BUILT, _FULL):
                 continue
-            if any(_may_be_made(each) for each in was.tensors if slot.trust == _NONE or _shape(each) in shapes):
-                raise ModelMismatchError(_sentence(slot.where, "is no weight of the channel and may be made of weights"))
+            if any(
+                _may_be_made(each) for each in was.tensors if slot.trust == _NONE or _shape(each) in shapes
+            ):
+                raise ModelMismatchError(
+                    _sentence(slot.where, "is no weight of the channel and may be made of weights")
+                )
 
     def scan(self) -> None:
-        """Find what is to be dropped while calls may run, so that `drop` only has to look at what they change until then.
+        """Find what is to be dropped while calls may run, so that `drop` only has to look at what they change
+        until then.
 
         Raises:
             ModelMismatchError: as `drop`.
@@ -212,11 +245,14 @@ class Kept:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether there was a scan since the last drop, and modules, parameters and hooks are as they were then."""
+        """Whether there was a scan since the last drop, and modules, parameters and hooks are as they were
+        then.
+        """
         return self._scan is not None and not self._scan.structure.changed()
 
     def drop(self) -> None:
-        """Drop what calls have made since. Nobody may compute meanwhile. Mutates attributes and buffers of the module.
+        """Drop what calls have made since. Nobody may compute meanwhile. Mutates attributes and buffers of
+        the module.
 
         Raises:
             ModelMismatchError: there is something that cannot be dropped; nothing was.
@@ -237,10 +273,18 @@ class Kept:
             for name, value in [*held.items()]:
                 slot = _Slot(held, name, name, _NONE)
                 was = self._was.get(slot.key, _NOTHING)
-                if slot.key in dropped or name in _INTERNAL or not _is_scalar(value) or _is_same(value, was.value):
+                if (
+                    slot.key in dropped
+                    or name in _INTERNAL
+                    or not _is_scalar(value)
+                    or _is_same(value, was.value)
+                ):
                     continue
-                if slot.key not in self._made or not _is_plain(was.plain):  # it may say that the dropped value is there
-                    raise ModelMismatchError(_sentence(where, f"was made by a forward call, and {name} changed beside it"))
+                # it may say that the dropped value is there
+                if slot.key not in self._made or not _is_plain(was.plain):
+                    raise ModelMismatchError(
+                        _sentence(where, f"was made by a forward call, and {name} changed beside it")
+                    )
                 dropped[slot.key] = slot, was.plain
         for slot, plain in dropped.values():
             _restore(slot, plain)
@@ -252,7 +296,9 @@ class Kept:
         self._hooks = scan.hooks
 
     def remake(self) -> None:
-        """Have the hooks of `weight_norm`, `spectral_norm` and pruning set their attributes from the new weights."""
+        """Have the hooks of `weight_norm`, `spectral_norm` and pruning set their attributes from the new
+        weights.
+        """
         with torch.no_grad():
             for module, hook in self._hooks:
                 if not (isinstance(hook, SpectralNorm) and module.training):
@@ -268,9 +314,15 @@ class Kept:
                 scan.values.add(owner._buffers.values(), at)
                 for held in (owner._modules, owner._parameters, owner._forward_pre_hooks):
                     scan.structure.add(held.values())
-                scan.hooks += ((owner, hook) for hook in [*owner._forward_pre_hooks.values()] if isinstance(hook, _REMAKES))
+                scan.hooks += (
+                    (owner, hook)
+                    for hook in [*owner._forward_pre_hooks.values()]
+                    if isinstance(hook, _REMAKES)
+                )
             scan.dropped[at] = self._found(scan, at)
-        for kind in {type(owner) for owner, *_ in scan.units if isinstance(owner, torch.nn.Module)} - self._kinds:
+        for kind in {
+            type(owner) for owner, *_ in scan.units if isinstance(owner, torch.nn.Module)
+        } - self._kinds:
             self._kinds.add(kind)
             found = (value for each in kind.__mro__ for value in vars(each).values())
             self._memos += [value for value in found if isinstance(value, functools._lru_cache_wrapper)]
@@ -288,17 +340,25 @@ class Kept:
             return dropped  # the slot that it was put into has it whole
         for slot in self._slots_of(unit):
             value, was = slot.value, self._was.get(slot.key, _NOTHING)
-            if slot.trust == _FULL or _is_scalar(value) or (value is was.value and id(value) in self._objects):
+            if (
+                slot.trust == _FULL
+                or _is_scalar(value)
+                or (value is was.value and id(value) in self._objects)
+            ):
                 continue  # what an object holds has slots of its own
             tensors = _tensors(value, scan.known, lambda view: scan.values.add(view, at))
             scan.tensors += ((at, each, _mark(each)) for each in tensors)
-            marks = [mark for each, mark in zip(was.tensors, was.marks, strict=True) if _counts(slot, each, scan)]
+            marks = [
+                mark for each, mark in zip(was.tensors, was.marks, strict=True) if _counts(slot, each, scan)
+            ]
             tensors = [each for each in tensors if _counts(slot, each, scan)]
             if was.tensors:
                 if slot.trust != _BUILT and [*map(_mark, tensors)] != marks:
                     raise ModelMismatchError(_sentence(slot.where, "was changed by a forward call"))
             elif slot.trust == _SHAPE and tensors:
-                raise ModelMismatchError(_sentence(slot.where, "was made by a forward call and has a weight's shape"))
+                raise ModelMismatchError(
+                    _sentence(slot.where, "was made by a forward call and has a weight's shape")
+                )
             elif tensors:
                 if is_new or not _is_plain(was.plain):
                     raise ModelMismatchError(_sentence(slot.where, "was made by a forward call"))
@@ -342,7 +402,9 @@ class Kept:
         return found
 
     def _units(self, weights: Iterable[str]) -> Iterator[_Unit]:
-        """Yield the module, its parts, and the objects that they hold; `weights` has the names of `_weights`."""
+        """Yield the module, its parts, and the objects that they hold; `weights` has the names of
+        `_weights`.
+        """
         weighted = {""}
         for name in weights:
             if not self._is_own(name):
@@ -350,11 +412,18 @@ class Kept:
                 weighted |= {".".join(parts[:end]) for end in range(1, len(parts))}
         seen = set[int]()
         for path, module in self._module.named_modules():
-            unit = _Unit(module, path, _NONE if path in weighted else _FULL if _is_rebuilt(module) else _SHAPE)
+            unit = _Unit(
+                module, path, _NONE if path in weighted else _FULL if _is_rebuilt(module) else _SHAPE
+            )
             yield unit
             for slot in self._slots_of(unit):
                 value = slot.value
-                if slot.held is vars(module) and id(value) not in seen and not _is_scalar(value) and _is_object(value):
+                if (
+                    slot.held is vars(module)
+                    and id(value) not in seen
+                    and not _is_scalar(value)
+                    and _is_object(value)
+                ):
                     seen.add(id(value))
                     yield _Unit(value, slot.where, slot.trust)
 
@@ -375,7 +444,9 @@ class Kept:
             built = _BUILT if trust == _NONE and _is_rebuilt(owner) else trust
             if name in held:
                 yield _Slot(held, name, where, _FULL if self._is_own(where) else built)
-        remade = {_target(hook) for hook in [*owner._forward_pre_hooks.values()] if isinstance(hook, _REMAKES)}
+        remade = {
+            _target(hook) for hook in [*owner._forward_pre_hooks.values()] if isinstance(hook, _REMAKES)
+        }
         for name, value in [*vars(owner).items()]:
             if name not in _INTERNAL:
                 where = f"{path}.{name}".lstrip(".")
@@ -385,8 +456,10 @@ class Kept:
 
 def _sentence(where: str, what: str) -> str:
     return (
-        f"{where} {what}, so a new version would leave it as it is: this module cannot follow. If it has nothing to do with "
-        f"weights, say so by names={{{where!r}: None}}; if a forward call makes it, follow before the first one."
+        f"{where} {what}, so a new version would leave it as it is: this module cannot follow. If it has "
+        "nothing to do with "
+        f"weights, say so by names={{{where!r}: None}}; if a forward call makes it, follow before the first "
+        "one."
     )
 
 
@@ -414,8 +487,11 @@ def _shapes(weights: Mapping[str, torch.Tensor]) -> set[tuple[int, ...]]:
     return {shape for shape in map(_shape, weights.values()) if len(shape) > 1}
 
 
-def _tensors(value: Any, known: _Known, watch: Callable[[Collection[Any]], object] = id) -> list[torch.Tensor]:
-    """Return the tensors that a value holds and that may be made of weights, without views of the weights themselves.
+def _tensors(
+    value: Any, known: _Known, watch: Callable[[Collection[Any]], object] = id
+) -> list[torch.Tensor]:
+    """Return the tensors that a value holds and that may be made of weights, without views of the weights
+    themselves.
 
     `watch` is called with each container in it that may change, of a dict with its `values()`.
     """
@@ -542,7 +618,9 @@ def _has_values(tensor: torch.Tensor) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Return where a tensor's storage is; 0 if it is of no elements, or not a tensor with memory of its own."""
+    """Return where a tensor's storage is; 0 if it is of no elements, or not a tensor with memory of its
+    own.
+    """
     return tensor.untyped_storage().data_ptr() if not is_lazy(tensor) and has_memory(tensor) else 0
 
 

@@ -1,8 +1,10 @@
-"""The load plan: where each checkpoint element lies in this worker's memory, recorded from the engine's own loader.
+"""The load plan: where each checkpoint element lies in this worker's memory, recorded from the engine's own
+loader.
 
-The loader is run once on meta tensors of the checkpoint's names and shapes under a dispatch mode that records writes to the
-model's memory instead of executing them. A recorded copy is a segment: a strided view of one checkpoint tensor and the
-strided view of the parameter it goes to. Fused, stacked and sliced parameters need no table per architecture.
+The loader is run once on meta tensors of the checkpoint's names and shapes under a dispatch mode that records
+writes to the model's memory instead of executing them. A recorded copy is a segment: a strided view of one
+checkpoint tensor and the strided view of the parameter it goes to. Fused, stacked and sliced parameters need
+no table per architecture.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ class Loader:
 
     Attributes:
         engine: The engine's name, for messages.
-        restore: Changes a copy of a module, the first argument, to what the loader expects; the second is the module.
+        restore: Changes a copy of a module, the first argument, to what the loader expects; the second is the
+            module.
         computed: Returns the parameters of a module that the engine computed from others after loading.
     """
 
@@ -37,10 +40,13 @@ class Loader:
     restore: Callable[[torch.nn.Module, torch.nn.Module], object] = lambda twin, module: None
     computed: Callable[[torch.nn.Module], dict[str, torch.Tensor]] = lambda _: {}
 
-    def as_loaded(self, model: torch.nn.Module) -> tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]:
+    def as_loaded(
+        self, model: torch.nn.Module
+    ) -> tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]:
         """Return a loaded model as its `load_weights` expects it, without LoRA's wrappers.
 
-        Its modules are copies that share all other tensors with `model`, which is not touched. Also returns their originals.
+        Its modules are copies that share all other tensors with `model`, which is not touched. Also returns
+        their originals.
         """
         copies: dict[torch.nn.Module, torch.nn.Module] = {}
 
@@ -61,7 +67,8 @@ _NOT_HELD = ("_parameters", "_buffers", "_modules", "kv_cache")
 
 
 def held_tensors(holder: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that a module, or another object, holds by name: registered, or in an attribute of any kind.
+    """Return the tensors that a module, or another object, holds by name: registered, or in an attribute of
+    any kind.
 
     The KV cache is left out.
     """
@@ -91,21 +98,27 @@ class _Write(NamedTuple):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
-    """Records writes to memory that was there before, and copies of the checkpoint's meta tensors. Runs everything else.
+    """Records writes to memory that was there before, and copies of the checkpoint's meta tensors. Runs
+    everything else.
 
     `sources` are those meta tensors by name; `owners` has the modules of each parameter's storage.
     """
 
     def __init__(
-        self, sources: Mapping[str, torch.Tensor], owners: Mapping[int, Collection[torch.nn.Module]], engine: str
+        self,
+        sources: Mapping[str, torch.Tensor],
+        owners: Mapping[int, Collection[torch.nn.Module]],
+        engine: str,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._engine = engine
         self.writes: list[_Write] = []
         self._owners = owners
         self._names = {_storage(tensor): {name} for name, tensor in sources.items()}
-        self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}  # by storage: whole, parts, dimension
-        self._made: dict[int, torch.Tensor] = {}  # by storage; kept, so that no new storage has the address of a freed one
+        # by storage: whole, parts, dimension
+        self._joined: dict[int, tuple[torch.Tensor, list[torch.Tensor], int]] = {}
+        # by storage; kept, so that no new storage has the address of a freed one
+        self._made: dict[int, torch.Tensor] = {}
 
     def names(self, tensor: torch.Tensor) -> set[str]:
         """Return which of the checkpoint's tensors a tensor was computed from."""
@@ -144,7 +157,9 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
     def _record(self, func: Any, written: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
         names = set().union(*(self.names(each) for each in tensors if each is not written[0]))
         if func is torch.ops.aten.copy_.default and tensors[1].is_meta:
-            self.writes += [_Write(self.names(source), live, source) for live, source in self._parts(*tensors[:2])]
+            self.writes += [
+                _Write(self.names(source), live, source) for live, source in self._parts(*tensors[:2])
+            ]
         else:
             self.writes += [_Write(names, each, None) for each in written]
         for each in written:
@@ -155,12 +170,16 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's 
         return None if not returned else written[0] if returned == 1 else tuple(written[:returned])
 
     def _parts(self, live: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield a copy's target and source, one by one for tensors that the loader has joined and copies together."""
+        """Yield a copy's target and source, one by one for tensors that the loader has joined and copies
+        together.
+        """
         whole, parts, dim = self._joined.get(_storage(source), (source, [], 0))
         if not parts or _layout(whole) != _layout(source) or live.shape != source.shape:
             yield live, source
             return
-        for place, part in zip(torch.split(live, [each.shape[dim] for each in parts], dim), parts, strict=True):
+        for place, part in zip(
+            torch.split(live, [each.shape[dim] for each in parts], dim), parts, strict=True
+        ):
             yield from self._parts(place, part)
 
 
@@ -192,8 +211,8 @@ class LoadPlan:
     """Where a checkpoint's tensors, or this worker's shards of them, lie.
 
     Attributes:
-        segments: The places that hold each tensor's elements unchanged, in its dtype. `proof.check_coverage` finds what is
-            missing in all workers.
+        segments: The places that hold each tensor's elements unchanged, in its dtype. `proof.check_coverage`
+            finds what is missing in all workers.
         layers: The modules that the loader copies each tensor into.
         reasons: Why tensors cannot be patched in place.
         engine: The name of the engine, for messages.
@@ -206,13 +225,17 @@ class LoadPlan:
 
 
 def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec], loader: Loader) -> LoadPlan:
-    """Find where the checkpoint's tensors, which are served as `specs`, lie in a loaded model. Changes nothing.
+    """Find where the checkpoint's tensors, which are served as `specs`, lie in a loaded model. Changes
+    nothing.
 
     Raises:
-        ModelMismatchError: the loader refuses a name or a shape, puts a tensor where it is not part of the model, or the
-            model keeps weights computed from others.
+        ModelMismatchError: the loader refuses a name or a shape, puts a tensor where it is not part of the
+            model, or the model keeps weights computed from others.
     """
-    meta = {name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta") for name, spec in specs.items()}
+    meta = {
+        name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="meta")
+        for name, spec in specs.items()
+    }
     loaded, originals = loader.as_loaded(model)
     owners: dict[int, set[torch.nn.Module]] = {}
     for module, original in originals.items():
@@ -228,7 +251,9 @@ def record(model: torch.nn.Module, specs: Mapping[str, TensorSpec], loader: Load
                 loaded.load_weights(weights)  # type: ignore[operator]
         except Exception as error:
             at = f" at {specs[asked[-1]]}" if asked else ""
-            raise ModelMismatchError(f"{loader.engine}'s loader refuses the channel's tensors{at}: {error!r}") from error
+            raise ModelMismatchError(
+                f"{loader.engine}'s loader refuses the channel's tensors{at}: {error!r}"
+            ) from error
         moved = _find_made(plan, recorder, originals, before, owners)
     _add_writes(plan, recorder, meta, owners, moved)
     computed = {module: loader.computed(module) for module in originals.values()}
@@ -259,7 +284,9 @@ _Held = dict[torch.nn.Module, dict[str, torch.Tensor]]
 
 @contextlib.contextmanager
 def _put_back(originals: Mapping[torch.nn.Module, torch.nn.Module]) -> Iterator[_Held]:
-    """Put modules' attributes, and the memory of their tensors, back after the body. Yields those tensors as they were."""
+    """Put modules' attributes, and the memory of their tensors, back after the body. Yields those tensors as
+    they were.
+    """
     modules = {*originals, *originals.values()}
     names = [(held, dict(held)) for each in modules for held in (vars(each), each._parameters, each._buffers)]
     held = {each: held_tensors(each) for each in modules}
@@ -284,7 +311,9 @@ def _find_made(
     before: _Held,
     owners: dict[int, set[torch.nn.Module]],
 ) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
-    """Find tensors of modules in whose place the loader put others, by the storage of those: the new one and the old one."""
+    """Find tensors of modules in whose place the loader put others, by the storage of those: the new one and
+    the old one.
+    """
     moved = {}
     for twin, original in originals.items():
         for module in (twin, original):
@@ -342,7 +371,8 @@ def _add_writes(
         for one, other in _overlapping(held):
             if one != other:
                 raise ModelMismatchError(
-                    f"{plan.engine}'s loader puts {one} and {other} into the same memory, so their changes cannot be told "
+                    f"{plan.engine}'s loader puts {one} and {other} into the same memory, so their changes "
+                    "cannot be told "
                     "apart: publish one of them, as `save_pretrained` does of tied weights."
                 )
             plan.reasons[one] = f"{plan.engine}'s loader puts several of its elements into one place"
@@ -360,7 +390,9 @@ def _in_place_of(live: torch.Tensor, moved: tuple[torch.Tensor, torch.Tensor] | 
     if moved is None:
         return live
     new, old = moved
-    return old.as_strided(live.shape, live.stride(), live.storage_offset() - new.storage_offset() + old.storage_offset())
+    return old.as_strided(
+        live.shape, live.stride(), live.storage_offset() - new.storage_offset() + old.storage_offset()
+    )
 
 
 def _segment(live: torch.Tensor, source: torch.Tensor) -> Segment:
@@ -399,7 +431,9 @@ def _overlapping(held: list[tuple[torch.Tensor, str]]) -> list[tuple[str, str]]:
     for number, (first, stop, at) in enumerate(spans):
         if first < end:
             before = [other for _, other_end, other in spans[:number] if other_end > first]
-            found += [(held[other][1], held[at][1]) for other in before if _overlap(held[other][0], held[at][0])]
+            found += [
+                (held[other][1], held[at][1]) for other in before if _overlap(held[other][0], held[at][0])
+            ]
         end = max(end, stop)
     return found
 
@@ -429,7 +463,8 @@ def _find_computed(
         names = [name for name, of in plan.layers.items() if layer in of]
         if not names:
             raise ModelMismatchError(
-                f"{plan.engine} computed {', '.join(computed)} of {type(layer).__name__} from weights of other layers, and "
+                f"{plan.engine} computed {', '.join(computed)} of {type(layer).__name__} from weights of "
+                "other layers, and "
                 "would not do so again, so this model cannot be updated."
             )
         plan.reasons.update(dict.fromkeys(names, f"{plan.engine} computes {', '.join(computed)} from it"))

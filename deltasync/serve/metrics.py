@@ -1,7 +1,8 @@
 """Prometheus metrics of a replica, at the engine's own /metrics.
 
 They are in prometheus_client's default registry, or, where the engine has several processes, in the files in
-PROMETHEUS_MULTIPROC_DIR. This module is the only one of its room that needs prometheus_client, which engines bring along.
+PROMETHEUS_MULTIPROC_DIR. This module is the only one of its room that needs prometheus_client, which engines
+bring along.
 """
 
 from __future__ import annotations
@@ -37,20 +38,27 @@ class Metrics:
         histogram = functools.partial(Histogram, registry=registry)
         self._served = gauge("deltasync_served_version", "Version served, 0 before the first.")
         self.following = gauge(
-            "deltasync_following", "1 if this server follows its channel, 0 if it cannot; /deltasync/status says why."
+            "deltasync_following",
+            "1 if this server follows its channel, 0 if it cannot; /deltasync/status says why.",
         )
         self.following.set(1)
-        self._newest = gauge("deltasync_newest_version", "Newest version seen in the channel, 0 before the first.")
+        self._newest = gauge(
+            "deltasync_newest_version", "Newest version seen in the channel, 0 before the first."
+        )
         self._followed = gauge(
-            "deltasync_seconds_since_followed", "Seconds since the channel could last be followed: how long it is stuck."
+            "deltasync_seconds_since_followed",
+            "Seconds since the channel could last be followed: how long it is stuck.",
         )
         self._lag = histogram(
             "deltasync_lag_seconds",
-            "From encoding a version, by the publisher's clock, until it was served; without catching up after a start.",
+            "From encoding a version, by the publisher's clock, until it was served; without catching up "
+            "after a start.",
             buckets=_LONG_S,
         )
         self._stage = histogram(
-            "deltasync_stage_seconds", "Fetching, checking and decoding a version while serving.", buckets=_LONG_S
+            "deltasync_stage_seconds",
+            "Fetching, checking and decoding a version while serving.",
+            buckets=_LONG_S,
         )
         self.pause = histogram(
             "deltasync_pause_seconds",
@@ -59,7 +67,9 @@ class Metrics:
         )
         self._payload = counter("deltasync_payload_bytes", "Bytes downloaded for committed versions.")
         self._commits = counter("deltasync_commits", "Commits, by the kind of record applied.", ["kind"])
-        self.rollbacks = counter("deltasync_rollbacks", "Commits that were undone; the version before stayed served.")
+        self.rollbacks = counter(
+            "deltasync_rollbacks", "Commits that were undone; the version before stayed served."
+        )
         self._errors = counter("deltasync_errors", "Steps that failed, by the error's class.", ["class"])
         for kind in ("delta", "compaction", "anchor"):
             self._commits.labels(kind)
@@ -76,7 +86,13 @@ class Metrics:
 
     def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """Note a commit."""
-        kind = "anchor" if commit.anchor else "compaction" if any(stored.is_compaction for stored in chain) else "delta"
+        kind = (
+            "anchor"
+            if commit.anchor
+            else "compaction"
+            if any(stored.is_compaction for stored in chain)
+            else "delta"
+        )
         self._commits.labels(kind).inc()
         self._payload.inc(commit.payload_bytes)
         self._stage.observe(commit.stage_s)
@@ -101,7 +117,9 @@ class Metrics:
 
 
 def total(name: str) -> int:
-    """Return the sum of one of the engine's metrics over its labels and processes; 0 if its statistics are turned off."""
+    """Return the sum of one of the engine's metrics over its labels and processes; 0 if its statistics are
+    turned off.
+    """
     if values.ValueClass._multiprocess:
         metrics = MultiProcessCollector(None).collect()  # type: ignore[no-untyped-call]
     else:

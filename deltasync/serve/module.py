@@ -79,12 +79,16 @@ class ModuleReplica:
 
     @property
     def exchanges(self) -> int:
-        """A number that grows whenever the weights may have changed: caches of another one are of other weights."""
+        """A number that grows whenever the weights may have changed: caches of another one are of other
+        weights.
+        """
         return self._gate.closings
 
     @property
     def not_ready(self) -> str | None:
-        """Why a server should answer no requests with the module, in one sentence; None if its version is new enough."""
+        """Why a server should answer no requests with the module, in one sentence; None if its version is new
+        enough.
+        """
         return self._gate.refusal or self._follow.not_ready
 
     @property
@@ -100,7 +104,8 @@ class ModuleReplica:
         """The version that it stays at, or `newest`. May be set at any time.
 
         Raises:
-            MissingVersionError: when it is set to a number that the channel does not have; it stays as it was.
+            MissingVersionError: when it is set to a number that the channel does not have; it stays as it
+                was.
         """
         return pin_text(self._follow.pin)
 
@@ -119,7 +124,8 @@ class ModuleReplica:
         return self._follow.catch_up()
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
-        """Wait until the weights are this version or a later one; pinned to a number, exactly that one. By default any.
+        """Wait until the weights are this version or a later one; pinned to a number, exactly that one. By
+        default any.
 
         Raises:
             AckTimeoutError: they are not after `timeout_s`; it says why.
@@ -129,7 +135,8 @@ class ModuleReplica:
 
     @contextlib.contextmanager
     def hold(self, wait_s: float = 0.0) -> Iterator[int | None]:
-        """Return a context in which nothing changes: all forward calls inside see the version whose number it gives.
+        """Return a context in which nothing changes: all forward calls inside see the version whose number it
+        gives.
 
         Args:
             wait_s: How long to wait while it is not known what the weights are.
@@ -168,7 +175,8 @@ class ModuleTarget(GatedTarget):
         super().__init__(module, reader, names, gate)
         self._kept = Kept(module, self._is_own)
         self._mine = [*self._followed().values()]
-        self._staged: dict[str, torch.Tensor] | None = None  # those as a version was staged, if they were in place
+        # those as a version was staged, if they were in place
+        self._staged: dict[str, torch.Tensor] | None = None
         # These frames are not of the model, and not compiled with it.
         uncompiled: Any = torch.compiler.disable
         gate.begun, gate.ended = uncompiled(gate.begun), uncompiled(gate.ended)
@@ -183,7 +191,9 @@ class ModuleTarget(GatedTarget):
         self._mine = [*self._followed().values()]
 
     def _is_own(self, name: str) -> bool:
-        """Whether `names`, which may know those of the state_dict alone, gives None, and not because of an adapter."""
+        """Whether `names`, which may know those of the state_dict alone, gives None, and not because of an
+        adapter.
+        """
         try:
             return plain_name(name) is not None and self._names(name) is None
         except Exception:  # noqa: BLE001 - of the caller's function
@@ -200,13 +210,17 @@ class ModuleTarget(GatedTarget):
                 continue
             if id(tensor) not in own and _storage(tensor) not in storages:
                 raise ModelMismatchError(
-                    f"{name} in the module's state_dict is a copy, made by get_extra_state or a hook, of what the module "
-                    "computes with, so it cannot be written: map it to None in `names` if the module keeps its own."
+                    f"{name} in the module's state_dict is a copy, made by get_extra_state or a hook, of "
+                    "what the module "
+                    "computes with, so it cannot be written: map it to None in `names` if the module keeps "
+                    "its own."
                 )
             if _is_shared(tensor):
                 raise ModelMismatchError(
-                    f"{name} is in memory that other processes may read, which no gate keeps from them while a version is "
-                    "written: follow with a module of its own memory, such as copy.deepcopy makes, in each process."
+                    f"{name} is in memory that other processes may read, which no gate keeps from them while "
+                    "a version is "
+                    "written: follow with a module of its own memory, such as copy.deepcopy makes, in each "
+                    "process."
                 )
         for path, module in self._module.named_modules():
             if getattr(module, _MERGED, None):
@@ -232,13 +246,19 @@ class ModuleTarget(GatedTarget):
         for module in self._module.modules():
             found += ((module._modules, name, child, None) for name, child in module._modules.items())
             for held in (module._parameters, module._buffers):
-                found += ((held, name, each, self._place(each)) for name, each in held.items() if id(each) in followed)
+                found += (
+                    (held, name, each, self._place(each))
+                    for name, each in held.items()
+                    if id(each) in followed
+                )
             if (merged := vars(module).get(_MERGED)) is not None:
                 found.append((vars(module), _MERGED, merged, self._place(merged)))
         return found
 
     def _place(self, part: Any) -> object:
-        """As `GatedTarget._place`. An address identifies memory only while that is held, as `Segment`s hold it."""
+        """As `GatedTarget._place`. An address identifies memory only while that is held, as `Segment`s hold
+        it.
+        """
         if isinstance(part, list):
             return tuple(part)
         if not isinstance(part, torch.Tensor) or is_lazy(part):
@@ -263,7 +283,9 @@ class ModuleTarget(GatedTarget):
         return super()._call_ended(begun)
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | None:
-        """Stage a chain (`GatedTarget.stage`). Looks for kept values at the end, so that the commit's pause need not."""
+        """Stage a chain (`GatedTarget.stage`). Looks for kept values at the end, so that the commit's pause
+        need not.
+        """
         staged = super().stage(chain)
         if staged is not None:
             self._kept.scan()
@@ -278,7 +300,8 @@ class ModuleTarget(GatedTarget):
             self._staged = None
             return not self._is_moved
         held = {id(part) for _, _, part, _ in self._parts}
-        others = ((own, each) for own, each in self._staged.items() if id(each) not in held)  # made by hooks of state_dict
+        # made by hooks of state_dict
+        others = ((own, each) for own, each in self._staged.items() if id(each) not in held)
         return self._is_in_place() and all(self._place(each) == self._storages[own] for own, each in others)
 
     def _note_places(self) -> None:
@@ -298,7 +321,8 @@ class ModuleTarget(GatedTarget):
         try:
             commit = super()._exchange(staged)
         finally:
-            torch.clear_autocast_cache()  # of the weights in another dtype, which a context of torch.autocast keeps
+            # of the weights in another dtype, which a context of torch.autocast keeps
+            torch.clear_autocast_cache()
         self._kept.remake()
         followed = self._followed() if self._staged is None else self._staged
         written = [each for each in followed.values() if not each.is_inference()]
@@ -326,7 +350,9 @@ def _is_shared(tensor: Any) -> bool:
         return bool(tensor.is_shared())
     known = sys.modules.get("torch.multiprocessing.reductions")
     held = tensor.untyped_storage()._cdata
-    return known is not None and any(getattr(ref, "cdata", None) == held for ref in [*known.shared_cache.values()])
+    return known is not None and any(
+        getattr(ref, "cdata", None) == held for ref in [*known.shared_cache.values()]
+    )
 
 
 _gates: weakref.WeakKeyDictionary[torch.nn.Module, Gate] = weakref.WeakKeyDictionary()  # of followed modules
@@ -334,15 +360,18 @@ _followed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()  # these, and al
 
 
 _FULLGRAPH = (
-    "deltasync: the gate of a followed module is not compiled. For fullgraph=True compile what is inside of it: call "
+    "deltasync: the gate of a followed module is not compiled. For fullgraph=True compile what is inside of "
+    "it: call "
     "module.compile(fullgraph=True) before deltasync.follow(module)"
 )
 
 
 def _batching(given: Any) -> Any:
-    """Return options of transformers' continuous batching with which nothing of an older version is computed with.
+    """Return options of transformers' continuous batching with which nothing of an older version is computed
+    with.
 
-    Shared prefixes are found by their tokens alone, and a CUDA graph is replayed without a forward call that could wait.
+    Shared prefixes are found by their tokens alone, and a CUDA graph is replayed without a forward call that
+    could wait.
     """
     if given is None:
         given = importlib.import_module("transformers").ContinuousBatchingConfig()
@@ -358,12 +387,14 @@ def _passed(module: torch.nn.Module, call: Callable[..., Any], *arguments: Any, 
         return call(*arguments, **options)
     if getattr(options.get("cache"), "allow_block_sharing", False):  # of transformers' continuous batching
         raise ConfigError(
-            "Continuous batching shares the blocks of equal prefixes, also of an older version's: make its manager by "
+            "Continuous batching shares the blocks of equal prefixes, also of an older version's: make its "
+            "manager by "
             "model.init_continuous_batching() after follow(), or with allow_block_sharing=False."
         )
     if torch.is_grad_enabled() and not gate.depth and any(each.requires_grad for each in module.parameters()):
         raise ConfigError(
-            "A forward call with gradients needs the same weights until its backward: put both into `hold()`, or the "
+            "A forward call with gradients needs the same weights until its backward: put both into "
+            "`hold()`, or the "
             "call into torch.no_grad()."
         )
     with gate.inside():
@@ -374,8 +405,9 @@ def _passed(module: torch.nn.Module, call: Callable[..., Any], *arguments: Any, 
 def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
     """Return a class like `kind` whose calls pass the gate of a followed module.
 
-    The module's class is what tells: deep copies and pickles of it are of `kind`, and compute with their own weights. Hooks
-    would not do, because an interrupt skips them; nor would an attribute `forward`, which copies take along.
+    The module's class is what tells: deep copies and pickles of it are of `kind`, and compute with their own
+    weights. Hooks would not do, because an interrupt skips them; nor would an attribute `forward`, which
+    copies take along.
     """
 
     class Gated(kind):  # type: ignore[misc, valid-type]
@@ -384,7 +416,8 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
         def __call__(self, *arguments: Any, **options: Any) -> Any:
             return _passed(self, super().__call__, *arguments, **options)
 
-        def _call_impl(self, *arguments: Any, **options: Any) -> Any:  # what a bound `__call__` of before leads to
+        # what a bound `__call__` of before leads to
+        def _call_impl(self, *arguments: Any, **options: Any) -> Any:
             return _passed(self, super()._call_impl, *arguments, **options)
 
         def forward(self, *arguments: Any, **options: Any) -> Any:
@@ -393,7 +426,11 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
         if hasattr(kind, "init_continuous_batching"):
 
             def init_continuous_batching(
-                self, generation_config: Any = None, continuous_batching_config: Any = None, *arguments: Any, **options: Any
+                self,
+                generation_config: Any = None,
+                continuous_batching_config: Any = None,
+                *arguments: Any,
+                **options: Any,
             ) -> Any:
                 given = continuous_batching_config
                 if self in _gates:
@@ -432,7 +469,9 @@ _OWN = "deltasync_own"  # attribute of a function that stands for a module's att
 
 @contextlib.contextmanager
 def _passing(module: torch.nn.Module) -> Iterator[None]:
-    """Return a context in which an attribute `forward` of a module, as accelerate sets one, passes its gate."""
+    """Return a context in which an attribute `forward` of a module, as accelerate sets one, passes its
+    gate.
+    """
     own = vars(module).get("forward")
     if own is None:
         yield
@@ -466,7 +505,8 @@ def _gating(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
         raise ConfigError("This module, or a part of it, follows a channel already: close() that first.")
     if isinstance(module, torch.jit.ScriptModule):
         raise ConfigError(
-            "A scripted or traced module has no Python call that could wait for a version: follow with its source."
+            "A scripted or traced module has no Python call that could wait for a version: follow with its "
+            "source."
         )
     with contextlib.ExitStack() as stack:
         stack.callback(_release, gate)
@@ -498,17 +538,19 @@ def follow(
 ) -> ModuleReplica:
     """Patch a module's weights in place with the versions of a channel, between its forward calls.
 
-    Returns once the module has the newest version, or at once if there is none yet. Only the parameters and buffers of
-    `module` are mutated, and its `forward` is wrapped until `close`, to keep commits and forward calls apart. Meanwhile call
-    its submodules by themselves only in `hold()`.
+    Returns once the module has the newest version, or at once if there is none yet. Only the parameters and
+    buffers of `module` are mutated, and its `forward` is wrapped until `close`, to keep commits and forward
+    calls apart. Meanwhile call its submodules by themselves only in `hold()`.
 
     Args:
-        module: A `torch.nn.Module` on any device, or an `mlx.nn.Module`, whose tensors have the channel's dtypes and shapes.
-        channel: URL of the channel, or URLs of it and its copies with spaces between them; or an opened store.
-        names: The channel's names for the tensors of the module's `state_dict`: a function, or a mapping that may leave out
-            equal names. Several names are tensors that lie one after the other along the first dimension; None is a tensor
-            that the channel does not have. By default names are equal, except for prefixes of torch.compile and peft, and
-            adapters are left out.
+        module: A `torch.nn.Module` on any device, or an `mlx.nn.Module`, whose tensors have the channel's
+            dtypes and shapes.
+        channel: URL of the channel, or URLs of it and its copies with spaces between them; or an opened
+            store.
+        names: The channel's names for the tensors of the module's `state_dict`: a function, or a mapping that
+            may leave out equal names. Several names are tensors that lie one after the other along the first
+            dimension; None is a tensor that the channel does not have. By default names are equal, except for
+            prefixes of torch.compile and peft, and adapters are left out.
         background: Whether to follow in a thread; otherwise only `sync` takes new versions.
         **settings: Fields of `ReplicaSettings`, such as `pin`, `trusted_keys` or `replica_id`.
 
@@ -535,7 +577,9 @@ def follow(
     return ModuleReplica(following, gate, gated, background)
 
 
-def _adapter(module: Any) -> tuple[type[GatedTarget], Callable[[Any, Gate], contextlib.AbstractContextManager[None]]]:
+def _adapter(
+    module: Any,
+) -> tuple[type[GatedTarget], Callable[[Any, Gate], contextlib.AbstractContextManager[None]]]:
     """Return the target of a framework's modules, and its context in which a module's calls pass a gate."""
     if isinstance(module, torch.nn.Module):
         return ModuleTarget, _gating

@@ -1,5 +1,5 @@
-"""Proof that a load plan is right: every tensor is compared with the checkpoint, or identified by its fingerprint; and
-what becomes of tensors that the engine's loader puts nowhere.
+"""Proof that a load plan is right: every tensor is compared with the checkpoint, or identified by its
+fingerprint; and what becomes of tensors that the engine's loader puts nowhere.
 """
 
 from __future__ import annotations
@@ -23,9 +23,11 @@ def check_coverage(
     regions: Sequence[Mapping[str, Sequence[Region]]],
     reasons: Mapping[str, str] = MappingProxyType({}),
 ) -> list[str]:
-    """Make sure that all shards together hold every tensor: each element once, or in copies of the same region.
+    """Make sure that all shards together hold every tensor: each element once, or in copies of the same
+    region.
 
-    `reasons` has known reasons why tensors cannot be patched in place. Returns the tensors of which no shard holds anything.
+    `reasons` has known reasons why tensors cannot be patched in place. Returns the tensors of which no shard
+    holds anything.
 
     Raises:
         ModelMismatchError: they do not hold these tensors; it says what is missing.
@@ -55,12 +57,17 @@ def _coverage(spec: TensorSpec, regions: Collection[Region]) -> str | None:
 
 
 def verify(
-    plan: LoadPlan, memory: LiveMemory, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
+    plan: LoadPlan,
+    memory: LiveMemory,
+    specs: Mapping[str, TensorSpec],
+    tensors: Iterable[tuple[str, torch.Tensor]],
 ) -> tuple[set[str], dict[str, TensorSpec]]:
-    """Compare live memory, as the engine loaded it, with the checkpoint's `tensors` through the plan, bit by bit.
+    """Compare live memory, as the engine loaded it, with the checkpoint's `tensors` through the plan, bit by
+    bit.
 
-    Tensors that differ get a reason in the plan. Returns the tensors that the checkpoint does not have in that shape: only
-    a fingerprint can prove the plan for those. And it returns the checkpoint's tensors that are not in `specs`.
+    Tensors that differ get a reason in the plan. Returns the tensors that the checkpoint does not have in
+    that shape: only a fingerprint can prove the plan for those. And it returns the checkpoint's tensors that
+    are not in `specs`.
     """
     unproven, others = set(specs), {}
     for name, tensor in tensors:
@@ -78,15 +85,23 @@ _HALVES = "bfloat16", "float16"
 _HEAD = "lm_head.weight"
 _EMBEDDINGS = "emb", "wte"  # parts of their names
 
-_CONSTANTS = ("rotary_pos_emb.inv_freq", "rotary_emb.inv_freq", "rotary_emb.cos_cached", "rotary_emb.sin_cached")
+_CONSTANTS = (
+    "rotary_pos_emb.inv_freq",
+    "rotary_emb.inv_freq",
+    "rotary_emb.cos_cached",
+    "rotary_emb.sin_cached",
+)
 """Buffers of older checkpoints, which engines compute from the configuration."""
 
 
-def ties(plan: LoadPlan, specs: Mapping[str, TensorSpec], model: torch.nn.Module, *, has_logits: bool) -> dict[str, str]:
-    """Return the tensors without a place in this process, each with the one that the model computes with instead.
+def ties(
+    plan: LoadPlan, specs: Mapping[str, TensorSpec], model: torch.nn.Module, *, has_logits: bool
+) -> dict[str, str]:
+    """Return the tensors without a place in this process, each with the one that the model computes with
+    instead.
 
-    These are second names of parameters of `model`, which is as its loader expects it; and, where it computes logits without
-    a head of its own, the head that is published, whose place is that of the embeddings.
+    These are second names of parameters of `model`, which is as its loader expects it; and, where it computes
+    logits without a head of its own, the head that is published, whose place is that of the embeddings.
     """
     lying: dict[int, list[str]] = {}
     for name, segments in plan.segments.items():
@@ -98,26 +113,34 @@ def ties(plan: LoadPlan, specs: Mapping[str, TensorSpec], model: torch.nn.Module
         if not parameter.is_meta
     ]
     embeddings = [
-        name for name in sorted(plan.segments) if plan.segments[name] and any(part in name for part in _EMBEDDINGS)
+        name
+        for name in sorted(plan.segments)
+        if plan.segments[name] and any(part in name for part in _EMBEDDINGS)
     ]
     has_head = any(held and name.endswith(_HEAD) for name, held in plan.segments.items())
     found = {}
     for name, spec in specs.items():
         if plan.segments[name] or name in plan.reasons or name.startswith(DRAFT):
             continue
-        at = {place for own, place in parameters if f".{own}".endswith(f".{name}") or f".{name}".endswith(f".{own}")}
+        at = {
+            place
+            for own, place in parameters
+            if f".{own}".endswith(f".{name}") or f".{name}".endswith(f".{own}")
+        }
         others = [other for place in at for other in lying.get(place, ())]
         if not others and has_logits and not has_head and name.endswith(_HEAD):
             others = embeddings
-        alike = [other for other in others if (specs[other].shape, specs[other].dtype) == (spec.shape, spec.dtype)]
+        alike = [
+            other for other in others if (specs[other].shape, specs[other].dtype) == (spec.shape, spec.dtype)
+        ]
         if alike:
             found[name] = alike[0]
     return found
 
 
 def check_ignored(ignored: Iterable[str], specs: Mapping[str, TensorSpec], absent: Collection[str]) -> None:
-    """Make sure that the engine has a reason to load none of these tensors: its own checkpoint has them too, or they are
-    those of a draft that this server does not have.
+    """Make sure that the engine has a reason to load none of these tensors: its own checkpoint has them too,
+    or they are those of a draft that this server does not have.
 
     `absent` are those that this checkpoint lacks.
 
@@ -128,22 +151,27 @@ def check_ignored(ignored: Iterable[str], specs: Mapping[str, TensorSpec], absen
     strange = [name for name in ignored if name in absent and name not in known]
     if strange:
         raise ModelMismatchError(
-            f"{len(strange)} tensors of the channel, such as {specs[strange[0]]}, are neither in the model that is served "
+            f"{len(strange)} tensors of the channel, such as {specs[strange[0]]}, are neither in the model "
+            "that is served "
             "nor in the checkpoint that it was loaded from: serve a checkpoint of the trainer's model."
         )
 
 
 def check_dtype(specs: Mapping[str, TensorSpec], engine: str, dtype: str | None) -> None:
-    """Make sure that an engine that computes with this dtype can hold the bits of most of the channel's elements.
+    """Make sure that an engine that computes with this dtype can hold the bits of most of the channel's
+    elements.
 
     Raises:
         ModelMismatchError: both are 16-bit floats, and others.
     """
-    counts = {kind: sum(spec.element_count for spec in specs.values() if spec.dtype == kind) for kind in _HALVES}
+    counts = {
+        kind: sum(spec.element_count for spec in specs.values() if spec.dtype == kind) for kind in _HALVES
+    }
     most = max(counts, key=lambda kind: counts[kind])
     if dtype in _HALVES and dtype != most and counts[most] > counts[dtype]:
         raise ModelMismatchError(
-            f"The channel's weights are {most}, and {engine} computes with {dtype}, which cannot hold their bits: start it "
+            f"The channel's weights are {most}, and {engine} computes with {dtype}, which cannot hold their "
+            "bits: start it "
             f"with --dtype {most}, or publish with dtype={dtype!r} (DELTASYNC_DTYPE)."
         )
 
@@ -151,12 +179,23 @@ def check_dtype(specs: Mapping[str, TensorSpec], engine: str, dtype: str | None)
 def misfits(specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> list[str]:
     """Return which of the checkpoint's `tensors` have other shapes than in the channel, with both shapes."""
     found = ((specs[name], tuple(tensor.shape)) for name, tensor in tensors if name in specs)
-    return [f"{spec} has shape {shape} in the checkpoint that was loaded" for spec, shape in found if spec.shape != shape]
+    return [
+        f"{spec} has shape {shape} in the checkpoint that was loaded"
+        for spec, shape in found
+        if spec.shape != shape
+    ]
 
 
-def kept(specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, list[Segment]]:
-    """Return segments of host memory for tensors that the engine does not load; zeros where the checkpoint lacks them."""
-    found = {name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu") for name, spec in specs.items()}
+def kept(
+    specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
+) -> dict[str, list[Segment]]:
+    """Return segments of host memory for tensors that the engine does not load; zeros where the checkpoint
+    lacks them.
+    """
+    found = {
+        name: torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
+        for name, spec in specs.items()
+    }
     for name, tensor in tensors:
         if name in found and tensor.shape == found[name].shape:
             found[name].copy_(cast(tensor, specs[name].dtype))

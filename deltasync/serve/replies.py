@@ -1,4 +1,6 @@
-"""Replies of a server with a followed model: its answers at /deltasync/, and headers that name the versions of tokens."""
+"""Replies of a server with a followed model: its answers at /deltasync/, and headers that name the versions
+of tokens.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,17 @@ VERSIONS_HEADER = "x-deltasync-versions"
 """The least and the greatest version that were live while a reply was made: `7..9`."""
 
 SPANS_HEADER = "x-deltasync-spans"
-"""`[version, tokens]` for each choice of a reply and each version that made some of its tokens: `[[[7,12],[9,20]]]`."""
+"""`[version, tokens]` for each choice of a reply and each version that made some of its tokens:
+`[[[7,12],[9,20]]]`.
+"""
 
 _LONGEST = 4000  # characters of spans: clients refuse long headers
 
 
 def spans_text(choices: Sequence[Sequence[tuple[int, int]] | None]) -> str | None:
-    """Return the value of `SPANS_HEADER`; None if the spans of a choice are unknown, or if the text would be too long."""
+    """Return the value of `SPANS_HEADER`; None if the spans of a choice are unknown, or if the text would be
+    too long.
+    """
     if not choices or None in choices:
         return None
     text = json.dumps(choices, separators=(",", ":"))
@@ -108,7 +114,8 @@ def server_settings(program: str) -> tuple[str, ReplicaSettings, list[str]]:
         The model, the settings, in which a channel is named, and the other options.
 
     Raises:
-        ConfigError: neither `--channel` nor DELTASYNC_CHANNEL names a channel that can be followed, or a variable is wrong.
+        ConfigError: neither `--channel` nor DELTASYNC_CHANNEL names a channel that can be followed, or a
+            variable is wrong.
     """
     parser = argparse.ArgumentParser(program, epilog="Other options are those of the server that this wraps.")
     parser.add_argument("model", help="directory or name of the model")

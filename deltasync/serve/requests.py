@@ -1,8 +1,8 @@
 """Requests to a replica's routes: their bodies, who may send them, from which sites, and from when on.
 
-The token is taken as a bearer token or, for browsers, as the password of any user. A browser sends what any page tells it
-to, with the passwords it keeps for us, from machines that reach us where the page's author does not. So requests that
-another site's page made are refused, with or without the token.
+The token is taken as a bearer token or, for browsers, as the password of any user. A browser sends what any
+page tells it to, with the passwords it keeps for us, from machines that reach us where the page's author does
+not. So requests that another site's page made are refused, with or without the token.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class WeightUpdate(msgspec.Struct, kw_only=True):
 
 
 class Sync(WeightUpdate, kw_only=True, forbid_unknown_fields=True):
-    """Body of `POST /deltasync/sync`. `version` is a version of the channel, and an unknown field is an error."""
+    """Body of `POST /deltasync/sync`. `version` is a version of the channel, and an unknown field is an
+    error.
+    """
 
 
 class PinTo(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
@@ -87,11 +89,11 @@ def is_loopback(host: str | None) -> bool:
 
 
 def stranger(method: str, headers: Mapping[str, str], only_loopback: bool) -> str | None:
-    """Return why a request must be refused, whether it has the token or not; None if it need not. Names of `headers` are in
-    lower case.
+    """Return why a request must be refused, whether it has the token or not; None if it need not. Names of
+    `headers` are in lower case.
 
-    A server that listens on loopback only and needs no token answers to IP addresses and `localhost` alone: any other name
-    that points to it is another site's.
+    A server that listens on loopback only and needs no token answers to IP addresses and `localhost` alone:
+    any other name that points to it is another site's.
     """
     host = headers.get("host", "")
     if only_loopback and not _has_no_owner(host):
@@ -126,7 +128,9 @@ def _address(name: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
 
 
 def until_ready(not_ready: Callable[[], str | None]) -> Callable[[], str | None]:
-    """Return why requests are not answered, for `DELTASYNC_WAIT_READY`: None for ever once the server was ready."""
+    """Return why requests are not answered, for `DELTASYNC_WAIT_READY`: None for ever once the server was
+    ready.
+    """
     opened = False
 
     def refusal() -> str | None:
@@ -147,6 +151,8 @@ def until_ready(not_ready: Callable[[], str | None]) -> Callable[[], str | None]
 class Refused(Exception):
     """A request is answered with this error: `status_code`, `headers`, and a document, `body`."""
 
-    def __init__(self, status_code: int, sentence: str, headers: dict[str, str] | None = None, **fields: Any) -> None:
+    def __init__(
+        self, status_code: int, sentence: str, headers: dict[str, str] | None = None, **fields: Any
+    ) -> None:
         super().__init__(sentence)
         self.status_code, self.headers, self.body = status_code, headers, {"error": sentence, **fields}

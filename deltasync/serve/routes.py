@@ -1,17 +1,19 @@
 """Routes of a replica in an engine's HTTP server.
 
-GET  /deltasync/status         version served, lag, errors, and each commit's numbers; ?commits=0 leaves these out
-GET  /deltasync/ready          200 while a version that is new enough is served, otherwise 503; needs no token
-POST /deltasync/sync           refresh now, and reply once a version is served
-POST /deltasync/pin            stay at a version, or follow again, and reply once that is served; 409 keeps the old pin
-POST /receive_weight_update    as /deltasync/sync, by the trainer's step, as PipelineRL's trainer calls it
-GET  /deltasync/digest         sha256 of every live tensor, read between two engine steps
+GET  /deltasync/status         version served, lag, errors, and each commit's numbers; ?commits=0 leaves these
+out GET  /deltasync/ready          200 while a version that is new enough is served, otherwise 503; needs no
+token POST /deltasync/sync           refresh now, and reply once a version is served POST /deltasync/pin
+stay at a version, or follow again, and reply once that is served; 409 keeps the old pin POST
+/receive_weight_update    as /deltasync/sync, by the trainer's step, as PipelineRL's trainer calls it GET
+/deltasync/digest         sha256 of every live tensor, read between two engine steps
 
-If DELTASYNC_HTTP_TOKEN is set, all but `ready` require it; without it, status replies with the state and the versions only.
-Requests from other sites' pages are refused (`deltasync.serve.requests`), and so are bodies not declared as JSON.
+If DELTASYNC_HTTP_TOKEN is set, all but `ready` require it; without it, status replies with the state and the
+versions only. Requests from other sites' pages are refused (`deltasync.serve.requests`), and so are bodies
+not declared as JSON.
 
-The follow loop may be in another process of the server than the routes: they are a `Routes` each, and one asks the other
-(`deltasync.serve.calls`). This module is the only one of its room that needs FastAPI, which engines bring along.
+The follow loop may be in another process of the server than the routes: they are a `Routes` each, and one
+asks the other (`deltasync.serve.calls`). This module is the only one of its room that needs FastAPI, which
+engines bring along.
 """
 
 from __future__ import annotations
@@ -48,7 +50,8 @@ class Routes:
     """The routes, and who may use them. An engine with more to say overrides the methods that routes call.
 
     Attributes:
-        only_loopback: Whether only this machine reaches the server: it then answers to IP addresses and `localhost` alone.
+        only_loopback: Whether only this machine reaches the server: it then answers to IP addresses and
+            `localhost` alone.
 
     Args:
         follow: The loop, if it is in this process.
@@ -63,7 +66,8 @@ class Routes:
         self._slots = asyncio.Semaphore(limits.WAITING_REQUESTS)
 
     def attach(self, app: FastAPI, also: Iterable[tuple[str, str, Callable[..., Any]]] = ()) -> None:
-        """Add the routes to an application that has not started, and others with the same guard: path, method, function.
+        """Add the routes to an application that has not started, and others with the same guard: path,
+        method, function.
 
         Every request of the application then waits for the version that it demands.
         """
@@ -76,7 +80,9 @@ class Routes:
         ]
         router = APIRouter(lifespan=self.lifespan)
         for path, method, route in routes:
-            router.add_api_route(path, route, methods=[method], dependencies=[Depends(self.authorize)], response_model=None)
+            router.add_api_route(
+                path, route, methods=[method], dependencies=[Depends(self.authorize)], response_model=None
+            )
         router.add_api_route("/deltasync/status", self._status_asked, response_model=None)
         router.add_api_route("/deltasync/ready", self._ready_asked, response_model=None)
         app.include_router(router)
@@ -141,7 +147,9 @@ class Routes:
         return self.follow().not_ready
 
     async def digest(self) -> Any:
-        """Return the version served, and the sha256 of every live tensor, read between two steps of the loop."""
+        """Return the version served, and the sha256 of every live tensor, read between two steps of the
+        loop.
+        """
         follow = self.follow()
 
         def read() -> dict[str, Any]:
@@ -166,8 +174,10 @@ class Routes:
             wanted = "The newest version" if version is None else f"Version {version}"
             raise Refused(
                 504,
-                f"{wanted if step is None else f'Step {step}'} is not served after {timeout_s:g} s: this replica serves "
-                f"version {status.version}, the newest is version {status.newest_version}, and it is {status.state}"
+                f"{wanted if step is None else f'Step {step}'} is not served after {timeout_s:g} s: this "
+                "replica serves "
+                f"version {status.version}, the newest is version {status.newest_version}, and it is "
+                f"{status.state}"
                 f"{'' if status.pin is None else f', pinned: {status.pin}'}.",
                 cause=status.error,
                 **_in_short(status),
@@ -175,7 +185,9 @@ class Routes:
         return {"version": served, "waited_s": time.monotonic() - before}
 
     async def pin(self, timeout_s: float, pin: str) -> Any:
-        """Pin, and reply once what the pin points to is served; 409 if it is not there, or the pin was changed meanwhile."""
+        """Pin, and reply once what the pin points to is served; 409 if it is not there, or the pin was
+        changed meanwhile.
+        """
         follow = self.follow()
         try:
             wanted = parse_pin(pin)
@@ -198,7 +210,9 @@ class Routes:
 
     async def demand(self, wanted: Wanted) -> Wanted:
         """Wait for a version that a request demands, as `wanted.demanding` has it. Raises AckTimeoutError."""
-        return msgspec.structs.replace(wanted, version=await self.call("reach", *msgspec.structs.astuple(wanted)))
+        return msgspec.structs.replace(
+            wanted, version=await self.call("reach", *msgspec.structs.astuple(wanted))
+        )
 
     async def authorize(self, request: Request) -> None:
         """Refuse requests without the token, and those of other sites' pages."""
@@ -206,14 +220,18 @@ class Routes:
         token = self.settings.http_token
         if token is not None and not token_matches(request.headers.get("authorization"), token):
             challenge = {"www-authenticate": 'Basic realm="deltasync"'}
-            raise Refused(401, "Send DELTASYNC_HTTP_TOKEN as a bearer token, or as the password of any user.", challenge)
+            raise Refused(
+                401, "Send DELTASYNC_HTTP_TOKEN as a bearer token, or as the password of any user.", challenge
+            )
 
     def _refuse_strangers(self, request: Request) -> None:
         sentence = stranger(request.method, request.headers, self.only_loopback)
         if sentence is not None:
             raise Refused(403, sentence)
 
-    async def _status_asked(self, request: Request, commits: Annotated[int, Query(ge=0)] = limits.HISTORY) -> Response:
+    async def _status_asked(
+        self, request: Request, commits: Annotated[int, Query(ge=0)] = limits.HISTORY
+    ) -> Response:
         self._refuse_strangers(request)
         is_full = "authorization" in request.headers or self.settings.http_token is None
         if is_full:
@@ -241,9 +259,13 @@ class Routes:
         return await self._hold(request, "pin", wanted.timeout_s, wanted.pin)
 
     async def _hold(self, request: Request, method: str, *args: Any, **named: Any) -> Any:
-        """Return a method's reply, which may take long. It is given up once the client has left, which frees its slot."""
+        """Return a method's reply, which may take long. It is given up once the client has left, which frees
+        its slot.
+        """
         if self._slots.locked():
-            raise Refused(429, f"{limits.WAITING_REQUESTS} requests wait for versions already.", {"retry-after": "1"})
+            raise Refused(
+                429, f"{limits.WAITING_REQUESTS} requests wait for versions already.", {"retry-after": "1"}
+            )
 
         async def left() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -263,7 +285,9 @@ class Routes:
 
 
 def _in_short(status: Any) -> dict[str, Any]:
-    """Return what may be read of a status without the token, as by a trainer that waits for its server behind a router."""
+    """Return what may be read of a status without the token, as by a trainer that waits for its server behind
+    a router.
+    """
     names = {"state", "run_id", "version", "epoch", "sha256", "newest_version", "logprobs_mode"}
     return {name: value for name, value in msgspec.to_builtins(status).items() if name in names}
 
@@ -272,19 +296,27 @@ _threads = Workers(limits.REPLY_THREADS, "reply")
 
 
 async def _in_thread(call: Callable[..., _T], *args: Any) -> _T:
-    """Run a call in a thread that keeps neither the event loop nor the end of the process, should the store hang."""
+    """Run a call in a thread that keeps neither the event loop nor the end of the process, should the store
+    hang.
+    """
     return await asyncio.shield(asyncio.wrap_future(_threads.submit(call, *args)))
 
 
 async def _body(request: Request, kind: type[_T]) -> _T:
     if request.query_params:
-        raise Refused(422, f"This route takes its fields in a JSON body, not in the address: {request.url.query[:80]!r}.")
+        raise Refused(
+            422,
+            f"This route takes its fields in a JSON body, not in the address: {request.url.query[:80]!r}.",
+        )
     data = bytearray()
     async for chunk in request.stream():
         data += chunk
         if len(data) > limits.BODY_BYTES:
             raise Refused(413, f"The body is larger than {limits.BODY_BYTES:,} bytes.")
-    if data and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    if (
+        data
+        and request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json"
+    ):
         raise Refused(415, "Send the body as content-type: application/json.")
     try:
         return body_of(bytes(data), kind)

@@ -1,8 +1,8 @@
 """One process's shard of a model: the load plan, its proof, and the live parameters.
 
-A `Shard` asks no other process. `deltasync.serve.shards` puts the shards of all processes together, by `Shard.call`
-between two steps of the engine, in its thread. Long methods, which write nothing that the engine computes with, then run in
-another thread while the engine computes, and are polled.
+A `Shard` asks no other process. `deltasync.serve.shards` puts the shards of all processes together, by
+`Shard.call` between two steps of the engine, in its thread. Long methods, which write nothing that the engine
+computes with, then run in another thread while the engine computes, and are polled.
 """
 
 from __future__ import annotations
@@ -48,7 +48,18 @@ logger = get_logger(__name__)
 BACKGROUND = frozenset({"verify", "audit", "stage"})
 """Long methods of `Shard`, which run in the background."""
 
-CALLS = BACKGROUND | {"poll", "prove", "settled", "settle", "identified", "complete", "commit", "confirm", "undo", "read"}
+CALLS = BACKGROUND | {
+    "poll",
+    "prove",
+    "settled",
+    "settle",
+    "identified",
+    "complete",
+    "commit",
+    "confirm",
+    "undo",
+    "read",
+}
 """Methods of `Shard` that may be called, and `poll`."""
 
 _ASLEEP_TOO = frozenset({"undo", "settle", "identified"})  # these touch no weights then
@@ -60,7 +71,8 @@ class Found(msgspec.Struct):
     Attributes:
         regions: The elements of each tensor that the shard holds.
         reloaded: The tensors that the engine loads again after each change, and why.
-        is_complete: Whether the model has all its modules, so that a tensor that its loader ignores is not served.
+        is_complete: Whether the model has all its modules, so that a tensor that its loader ignores is not
+            served.
         ties: The tensors without a place, each with the one that the model computes with instead.
         absent: The channel's tensors that the checkpoint lacks, or has in another shape.
         draft: As `Engine.draft`.
@@ -75,7 +87,9 @@ class Found(msgspec.Struct):
 
 
 class Audit(msgspec.Struct):
-    """Every bit of a shard, read: the fingerprints of its segments, 8 bytes each, and the regions of these in that order."""
+    """Every bit of a shard, read: the fingerprints of its segments, 8 bytes each, and the regions of these in
+    that order.
+    """
 
     parts: bytes
     regions: dict[str, list[Region]]
@@ -119,16 +133,23 @@ class Engine(ABC):
     _copies: Sequence[derived.DerivedCopy] = ()
 
     def take(self, specs: Mapping[str, TensorSpec]) -> None:
-        """Make the draft whose tensors the channel has a part of `model`, before the load plan is recorded."""
+        """Make the draft whose tensors the channel has a part of `model`, before the load plan is
+        recorded.
+        """
         if any(name.startswith(DRAFT) for name in specs):
             self.model = WithDraft(self.model)
 
     @abstractmethod
     def checkpoint(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors that the model was loaded from. Raises ModelMismatchError if they cannot be read again."""
+        """Yield the tensors that the model was loaded from. Raises ModelMismatchError if they cannot be read
+        again.
+        """
 
-    def reloads(self, recorded: load_plan.LoadPlan, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
-        """Return host copies of the tensors that have a reason in the plan: `refresh` loads their layers again from there.
+    def reloads(
+        self, recorded: load_plan.LoadPlan, specs: Mapping[str, TensorSpec]
+    ) -> dict[str, list[Segment]]:
+        """Return host copies of the tensors that have a reason in the plan: `refresh` loads their layers
+        again from there.
 
         Raises:
             ModelMismatchError: the engine cannot load them again.
@@ -137,13 +158,16 @@ class Engine(ABC):
             first = min(recorded.reasons)
             raise ModelMismatchError(
                 f"{len(recorded.reasons)} tensors cannot be updated in place, such as {specs[first]}: "
-                f"{recorded.reasons[first]}. Serve the model without quantization, with kernels that use weights as "
-                "they are in the checkpoint; or publish it in the dtype in which the engine holds it (DELTASYNC_DTYPE)."
+                f"{recorded.reasons[first]}. Serve the model without quantization, with kernels that use "
+                "weights as "
+                "they are in the checkpoint; or publish it in the dtype in which the engine holds it "
+                "(DELTASYNC_DTYPE)."
             )
         return {}
 
     def prove(self, covered: Set[int], reloaded: Set[torch.nn.Module] = frozenset()) -> None:
-        """Make sure that `refresh` makes again what the engine derives from weights. Changes live memory and restores it.
+        """Make sure that `refresh` makes again what the engine derives from weights. Changes live memory and
+        restores it.
 
         Args:
             covered: Addresses of the storages that commits write by themselves.
@@ -155,7 +179,9 @@ class Engine(ABC):
         self._copies = derived.find(self.model, covered, reloaded, self.later)
 
     def refresh(self, changed: Iterable[str]) -> float:
-        """Make again what the engine derives from these tensors. Returns the seconds that loading them again took."""
+        """Make again what the engine derives from these tensors. Returns the seconds that loading them again
+        took.
+        """
         derived.refresh(self._copies)
         return 0.0
 
@@ -246,7 +272,9 @@ class Shard:
 
     def _check_awake(self) -> None:
         if self.asleep:
-            raise SleepingError(f"{self.engine.loader.engine} sleeps. Its weights are left alone until it wakes up.")
+            raise SleepingError(
+                f"{self.engine.loader.engine} sleeps. Its weights are left alone until it wakes up."
+            )
 
     # In the background, while the engine computes
 
@@ -263,22 +291,30 @@ class Shard:
                 memory, loaded = LiveMemory(specs, recorded.segments), self.engine.checkpoint()
                 self._unproven, self._others = proof.verify(recorded, memory, specs, loaded)
                 recorded.segments.update(self.engine.reloads(recorded, specs))
-            regions, model = LiveMemory(specs, recorded.segments).regions, self.engine.loader.as_loaded(self.engine.model)[0]
+            regions, model = (
+                LiveMemory(specs, recorded.segments).regions,
+                self.engine.loader.as_loaded(self.engine.model)[0],
+            )
             if isinstance(model, WithDraft):
                 model = model.model
             ties = proof.ties(recorded, specs, model, has_logits=self.engine.has_logits)
-            self._found = Found(regions, recorded.reasons, self.engine.is_complete, ties, self._unproven, self.engine.draft)
+            self._found = Found(
+                regions, recorded.reasons, self.engine.is_complete, ties, self._unproven, self.engine.draft
+            )
         return self._found
 
-    def audit(self, ignored: Sequence[str] | None = None, ties: Mapping[str, str] = MappingProxyType({})) -> Audit:
+    def audit(
+        self, ignored: Sequence[str] | None = None, ties: Mapping[str, str] = MappingProxyType({})
+    ) -> Audit:
         """Read every bit of live memory.
 
         Args:
-            ignored: Given when the shard is opened: the tensors that no process computes with. The first process keeps them
-                on its host from now on, because the model's fingerprint counts them.
+            ignored: Given when the shard is opened: the tensors that no process computes with. The first
+                process keeps them on its host from now on, because the model's fingerprint counts them.
             ties: Given when the shard is opened, as `LiveMemory.ties`.
         """
-        if ignored is not None and self._weights is None:  # not opened before, by an API server that has ended
+        # not opened before, by an API server that has ended
+        if ignored is not None and self._weights is None:
             self._adopt(set(ignored), ties)
         memory = self.weights.memory
         with self._in_use:
@@ -290,7 +326,9 @@ class Shard:
         specs, recorded = self.reader.specs, self._recorded
         self._unproven -= {*ignored, *ties}
         if ignored and not self._number:
-            recorded.segments.update(proof.kept({name: specs[name] for name in ignored}, self.engine.checkpoint()))
+            recorded.segments.update(
+                proof.kept({name: specs[name] for name in ignored}, self.engine.checkpoint())
+            )
         memory = LiveMemory(specs, recorded.segments, ties=ties)
         memory.warm_up()
         self._weights = LiveWeights(self.reader, memory)
@@ -318,7 +356,9 @@ class Shard:
         return True
 
     def read(self, name: str) -> list[bytes]:
-        """Return the bits of each of this shard's segments of a tensor, from live memory, in the order of its regions."""
+        """Return the bits of each of this shard's segments of a tensor, from live memory, in the order of its
+        regions.
+        """
         with self._in_use:
             self._check_awake()
             return self.weights.memory.read(name)
@@ -343,24 +383,34 @@ class Shard:
         except ModelMismatchError as error:
             found = proof.misfits(specs, engine.checkpoint())
             raise ModelMismatchError(f"{'; '.join(found[:5])}. {error}" if found else str(error)) from error
-        self._plan, self._places = recorded, Places(engine.model)  # together: commits go to where these places are
+        # together: commits go to where these places are
+        self._plan, self._places = recorded, Places(engine.model)
 
     def prove(self) -> list[str]:
-        """Make sure that the engine makes again what it derives from weights. Changes live memory and restores it.
+        """Make sure that the engine makes again what it derives from weights. Changes live memory and
+        restores it.
 
-        Returns the checkpoint's tensors that the channel lacks, and that the engine loads to where none of the channel's is.
+        Returns the checkpoint's tensors that the channel lacks, and that the engine loads to where none of
+        the channel's is.
 
         Raises:
             ModelMismatchError: it does not, or it cannot be seen where the engine loads those tensors.
         """
-        model, segments = self.engine.model, [each for held in self._recorded.segments.values() for each in held]
+        model, segments = (
+            self.engine.model,
+            [each for held in self._recorded.segments.values() for each in held],
+        )
         self.engine.prove({each.live.untyped_storage().data_ptr() for each in segments})
         try:
             others = (
-                load_plan.record(model, self._others, self.engine.loader) if self._others else load_plan.LoadPlan({}, {}, {})
+                load_plan.record(model, self._others, self.engine.loader)
+                if self._others
+                else load_plan.LoadPlan({}, {}, {})
             )
         except ModelMismatchError as error:
-            raise ModelMismatchError(f"The checkpoint has {min(self._others)}, which the channel lacks. {error}") from error
+            raise ModelMismatchError(
+                f"The checkpoint has {min(self._others)}, which the channel lacks. {error}"
+            ) from error
         known = {each.place for each in segments}
         return [
             name
@@ -373,16 +423,20 @@ class Shard:
         return self._is_known if self._weights is None else self._weights.settled
 
     def settle(self, total: int) -> VersionId | None:
-        """Compare the model's fingerprint, as audited over all shards (-1 if copies differ), with the live version's.
+        """Compare the model's fingerprint, as audited over all shards (-1 if copies differ), with the live
+        version's.
 
         Raises:
-            CommitError: the engine could not make again what it derives from weights; it is not known what they are.
+            CommitError: the engine could not make again what it derives from weights; it is not known what
+                they are.
         """
         if self._is_stale:
             try:
                 self._refresh(())
             except Exception as error:
-                raise CommitError(f"Layers could not be loaded again, so their weights are uncertain: {error}") from error
+                raise CommitError(
+                    f"Layers could not be loaded again, so their weights are uncertain: {error}"
+                ) from error
         self.weights.settle(total)
         return self.weights.version
 
@@ -394,14 +448,18 @@ class Shard:
         """
         if record is None and self._unproven:
             raise ModelMismatchError(
-                f"{len(self._unproven)} tensors, such as {min(self._unproven)}, are not in the checkpoint that was loaded, "
-                "and the weights are no version that the channel knows, so it cannot be proven where they are in memory: "
+                f"{len(self._unproven)} tensors, such as {min(self._unproven)}, are not in the checkpoint "
+                "that was loaded, "
+                "and the weights are no version that the channel knows, so it cannot be proven where they "
+                "are in memory: "
                 "serve the checkpoint that the channel starts from."
             )
         self.weights.identified(None if record is None else self.reader.handed(*record))
 
     def complete(self, name: str, at: int, data: bytes) -> None:
-        """Take bytes `at` and following of a tensor that shards lack; with the last ones it is kept whole on the host."""
+        """Take bytes `at` and following of a tensor that shards lack; with the last ones it is kept whole on
+        the host.
+        """
         if not self.weights.memory.regions[name]:
             return
         if not at:
@@ -416,8 +474,8 @@ class Shard:
         """Write the staged version into the live weights.
 
         Args:
-            alone: Whether this is the only shard, which confirms the bits by itself. Others need `confirm` or `undo` before
-                the next step.
+            alone: Whether this is the only shard, which confirms the bits by itself. Others need `confirm` or
+                `undo` before the next step.
 
         Raises:
             StageError, SleepingError, FingerprintMismatchError, TiedError: the bits are as before.
@@ -448,7 +506,11 @@ class Shard:
         committed, self._committed = self._committed, None
         assert committed is not None
         try:
-            prints = None if found is None else Prints(np.frombuffer(found[0], np.uint64), np.frombuffer(found[1], bool))
+            prints = (
+                None
+                if found is None
+                else Prints(np.frombuffer(found[0], np.uint64), np.frombuffer(found[1], bool))
+            )
             self.weights.confirm(committed, prints)
         except (FingerprintMismatchError, TiedError):
             self._refresh(committed.staged.fingerprints)
@@ -469,7 +531,9 @@ class Shard:
         return reload_s
 
     def put_back(self) -> None:
-        """Put parameters and buffers of the model back if something replaced them, or their memory, since the last step."""
+        """Put parameters and buffers of the model back if something replaced them, or their memory, since the
+        last step.
+        """
         for name in self._places.put_back() if self._places is not None else ():
             self._unsettle()
             self.engine.log.error(
@@ -477,7 +541,9 @@ class Shard:
             )
 
     def fall_asleep(self) -> None:
-        """Touch the weights no more, which the engine is about to take out of memory; a long call ends first."""
+        """Touch the weights no more, which the engine is about to take out of memory; a long call ends
+        first.
+        """
         if self._work is not None:
             wait([self._work])
         self._work, self.asleep = None, True

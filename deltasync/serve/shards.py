@@ -2,11 +2,12 @@
 
     stage -> (poll) -> pause, commit, announce, resume      in one call of all processes, or two
 
-`ShardsTarget` puts the shards together: it calls a method of each, adds up what they found, and raises the gravest error
-that one of them met. An engine brings a `Client`, which reaches its processes, and a `Shard` in each of them
-(`deltasync.serve.shard`). The shards get the records that the follow loop has read, so all of them take the same chain,
-and a small version costs one request. They stage while the engine computes; the pause covers the commit only. If a commit
-leaves unknown bits, the engine is held until an audit identifies them or full weights replace them.
+`ShardsTarget` puts the shards together: it calls a method of each, adds up what they found, and raises the
+gravest error that one of them met. An engine brings a `Client`, which reaches its processes, and a `Shard` in
+each of them (`deltasync.serve.shard`). The shards get the records that the follow loop has read, so all of
+them take the same chain, and a small version costs one request. They stage while the engine computes; the
+pause covers the commit only. If a commit leaves unknown bits, the engine is held until an audit identifies
+them or full weights replace them.
 """
 
 from __future__ import annotations
@@ -52,15 +53,18 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 
 _NOTHING = type(None)
-_POLL_S = (0.002, 0.05)  # shortest and longest time between polls of long calls, which come between the engine's steps
-_SURE_S = 10.0  # between calls of idle shards: with several, vLLM keeps a core of each busy for a second after a call
+# shortest and longest time between polls of long calls, which come between the engine's steps
+_POLL_S = (0.002, 0.05)
+# between calls of idle shards: with several, vLLM keeps a core of each busy for a second after a call
+_SURE_S = 10.0
 
 
 describe(Found, Audit, Done)
 
 
 class Client:
-    """Calls the processes of an engine. This one is for an engine that computes nothing while the follow loop steps.
+    """Calls the processes of an engine. This one is for an engine that computes nothing while the follow loop
+    steps.
 
     Attributes:
         held: Whether nothing may be computed, because the weights are uncertain.
@@ -68,20 +72,24 @@ class Client:
         last_s: Seconds that the last pause for a commit took.
 
     Args:
-        call: Calls `deltasync_open` or `deltasync_call` in every process: the first makes its `Shard`, the second has it
-            take a call. Returns the answers in the order of ranks.
+        call: Calls `deltasync_open` or `deltasync_call` in every process: the first makes its `Shard`, the
+            second has it take a call. Returns the answers in the order of ranks.
         announce: Labels tokens with the name of a version, and keeps caches apart.
     """
 
     held = used = False
     last_s = 0.0
 
-    def __init__(self, call: Callable[..., list[Answer]], announce: Callable[[str], object] = lambda name: None) -> None:
+    def __init__(
+        self, call: Callable[..., list[Answer]], announce: Callable[[str], object] = lambda name: None
+    ) -> None:
         self.call, self.announce = call, announce
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """Return a context for a commit, which calls `exchange`. `held` after an error that is not safe (`is_safe`)."""
+        """Return a context for a commit, which calls `exchange`. `held` after an error that is not safe
+        (`is_safe`).
+        """
         try:
             yield
             self.held = False
@@ -90,7 +98,9 @@ class Client:
             raise
 
     def exchange(self, call: Sequence[Any], name: str | None) -> list[Answer]:
-        """Make a call of all processes in a pause. The last one of a commit has the version's name, to announce."""
+        """Make a call of all processes in a pause. The last one of a commit has the version's name, to
+        announce.
+        """
         answers = self.call("deltasync_call", *call)
         if name is not None and not any("error" in answer for answer in answers):
             self.announce(name)
@@ -192,7 +202,9 @@ class ShardsTarget:
         self._every(_NOTHING, "identified", None if found is None else handed([found])[0])
         if found is not None:
             self._announce(found.version)
-            self._log.info("deltasync serves version=%d, which is what the engine has loaded", found.version.version)
+            self._log.info(
+                "deltasync serves version=%d, which is what the engine has loaded", found.version.version
+            )
 
     def _verify(self) -> None:
         """Compare all weights with the checkpoint through the load plans.
@@ -207,7 +219,9 @@ class ShardsTarget:
         ignored = [name for name in nowhere if name not in ties]
         if ignored and not all(each.is_complete for each in found):
             which = f"{len(ignored)} tensors, such as {specs[ignored[0]]},"
-            raise ModelMismatchError(f"{which} cannot be updated by this release: the engine's loader copies them nowhere.")
+            raise ModelMismatchError(
+                f"{which} cannot be updated by this release: the engine's loader copies them nowhere."
+            )
         proof.check_ignored(ignored, specs, set().union(*(each.absent for each in found)))
         self.reloaded, self.ignored, self.ties, self.draft = reloaded, ignored, ties, found[0].draft
 
@@ -220,8 +234,10 @@ class ShardsTarget:
         missing = sorted({name for names in self._every(list[str], "prove") for name in names})
         if missing:
             raise ModelMismatchError(
-                f"{len(missing)} tensors of the model, such as {missing[0]}, are not in the channel, so they would stay as "
-                "loaded: publish `state_dict()`, buffers included, or serve a checkpoint of the trainer's model."
+                f"{len(missing)} tensors of the model, such as {missing[0]}, are not in the channel, so they "
+                "would stay as "
+                "loaded: publish `state_dict()`, buffers included, or serve a checkpoint of the trainer's "
+                "model."
             )
         self._warn(self.ignored, "are not served, and in no proof: the engine's loader ignores them")
         self._log.info(
@@ -231,7 +247,10 @@ class ShardsTarget:
         if self.draft is not None:
             self._log.info("deltasync: %s", self.draft)
         for why, names in self.by_reason().items():
-            self._warn(names, f"take the fallback, because {why}: a commit loads their layers again, which takes longer")
+            self._warn(
+                names,
+                f"take the fallback, because {why}: a commit loads their layers again, which takes longer",
+            )
 
     @property
     def patched_count(self) -> int:
@@ -274,13 +293,16 @@ class ShardsTarget:
     # Which version the weights are
 
     def is_settled(self, asked: bool) -> bool:
-        """Whether the shards know which bits they hold: asked after what may change that, and else every `_SURE_S`."""
+        """Whether the shards know which bits they hold: asked after what may change that, and else every
+        `_SURE_S`.
+        """
         if self.client.held:
             return False
         now_s, is_idle = time.monotonic(), not (asked or self.client.used or self._is_asleep)
         if is_idle and now_s - self._sure_s < _SURE_S:
             return True
-        self._sure_s, self.client.used, self._is_asleep = -math.inf, False, True  # until the shards have answered
+        # until the shards have answered
+        self._sure_s, self.client.used, self._is_asleep = -math.inf, False, True
         settled = all(self._every(bool, "settled"))
         self._is_asleep = False
         if settled:
@@ -309,7 +331,8 @@ class ShardsTarget:
     def stage(self, chain: Sequence[StoredRecord]) -> Sequence[StoredRecord] | None:
         """Have all shards stage a chain (`Target.stage`). Returns None if one does not know its bits.
 
-        A tensor of which a shard holds too little to decode it is handed to all shards that hold a part of it, once.
+        A tensor of which a shard holds too little to decode it is handed to all shards that hold a part of
+        it, once.
 
         Raises:
             ApplyError: a shard lacks a tensor that it was handed.
@@ -336,7 +359,8 @@ class ShardsTarget:
             completed |= lacking
             size_mb = sum(self.reader.specs[name].nbytes for name in lacking) / 1e6
             self._log.info(
-                "deltasync: each process keeps %d tensors whole on the host, %.1f MB, such as %s, to decode `context`",
+                "deltasync: each process keeps %d tensors whole on the host, %.1f MB, such as %s, to decode "
+                "`context`",
                 *(len(lacking), size_mb, min(lacking)),
             )
 
@@ -393,18 +417,28 @@ class ShardsTarget:
         return done
 
     def digest(self) -> dict[str, str]:
-        """Return the sha256 of every tensor that is computed with, in live memory, put together from all shards.
+        """Return the sha256 of every tensor that is computed with, in live memory, put together from all
+        shards.
 
         Raises:
-            ApplyError: it is not known what the shards hold, or two hold different copies of the same elements.
+            ApplyError: it is not known what the shards hold, or two hold different copies of the same
+                elements.
         """
         if not self.is_open:
-            raise ApplyError("The server's weights were not compared with the channel's, so they have no digest.")
-        return {name: sha256_hex(self._assembled(name).data) for name in self.reader.specs if name not in self.ignored}
+            raise ApplyError(
+                "The server's weights were not compared with the channel's, so they have no digest."
+            )
+        return {
+            name: sha256_hex(self._assembled(name).data)
+            for name in self.reader.specs
+            if name not in self.ignored
+        }
 
     def _assembled(self, name: str) -> np.ndarray:
         return assemble(
-            self.reader.specs[name], [held[name] for held in self._regions], self._every(list[bytes], "read", name)
+            self.reader.specs[name],
+            [held[name] for held in self._regions],
+            self._every(list[bytes], "read", name),
         )
 
     def close(self) -> None:

@@ -1,14 +1,14 @@
 """The version that a request demands of a server: its headers, or fields of its JSON body, of these names.
 
-    x-deltasync-version: 7           made by version 7 alone
-    x-deltasync-version: >=7         made by version 7 and later ones
-    x-deltasync-version: >=latest    made by no version older than the channel's newest one when the request came
-    x-deltasync-timeout: 5           seconds to wait for it, 30 by default
+    x-deltasync-version: 7           made by version 7 alone x-deltasync-version: >=7         made by version
+    7 and later ones x-deltasync-version: >=latest    made by no version older than the channel's newest one
+    when the request came x-deltasync-timeout: 5           seconds to wait for it, 30 by default
 
-Header, body and repeated headers may name it together if they agree. Any other value, or one where no server looks (the
-address, a form, a WebSocket), is refused with 400. A server that cannot serve the version in time replies 409, and
-names the version that is live. `read` is the one reader of demands. `demanding` is the middleware that waits; an engine's
-adapter holds the reply to `demanded` until it has ended, and `Held` does so for a followed module.
+Header, body and repeated headers may name it together if they agree. Any other value, or one where no server
+looks (the address, a form, a WebSocket), is refused with 400. A server that cannot serve the version in time
+replies 409, and names the version that is live. `read` is the one reader of demands. `demanding` is the
+middleware that waits; an engine's adapter holds the reply to `demanded` until it has ended, and `Held` does
+so for a followed module.
 """
 
 from __future__ import annotations
@@ -64,7 +64,9 @@ class Wanted(msgspec.Struct, frozen=True):
             return None
         found = re.fullmatch(rf"(>=)?\s*([1-9][0-9]{{0,17}}|{_LATEST})", text.strip())
         if found is None or (found[2] == _LATEST and found[1] is None):
-            raise ConfigError(f"{VERSION_HEADER} is a version, such as 7, >=7 or >=latest, not {text[:40]!r}.")
+            raise ConfigError(
+                f"{VERSION_HEADER} is a version, such as 7, >=7 or >=latest, not {text[:40]!r}."
+            )
         timeout_s = _TIMEOUT_S if timeout is None else min(float(timeout), _LONGEST_S)
         return cls(None if found[2] == _LATEST else int(found[2]), found[1] is None, timeout_s)
 
@@ -75,7 +77,9 @@ class Wanted(msgspec.Struct, frozen=True):
         """Whether a reply may be made by versions in this range; None for weights of no version."""
         if least is None or greatest is None:
             return False
-        return self.version is None or (least >= self.version and (not self.exact or greatest == self.version))
+        return self.version is None or (
+            least >= self.version and (not self.exact or greatest == self.version)
+        )
 
     def refusal(self, live: int | None, why: str = "") -> str:
         """Say that it is not served, while `live` is."""
@@ -109,22 +113,32 @@ def read(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"")
         if name in found:  # a proxy may have joined repeated ones
             found[name] += value.split(",")
     of_body = _fields(body)
-    is_form = of_body is None and any("form" in value.lower() for name, value in listed if name == "content-type")
+    is_form = of_body is None and any(
+        "form" in value.lower() for name, value in listed if name == "content-type"
+    )
     for name, value in () if of_body is None else of_body.items():
         if isinstance(name, str) and name.strip().lower() in found and value is not None:
             found[name.strip().lower()].append(str(value))
     asked = [name.strip().lower() for name, _ in parse_qsl(query, keep_blank_values=True)]
     if any(name in found for name in asked) or (is_form and _IN_FORM.search(unquote_to_bytes(body))):
-        raise ConfigError(f"{VERSION_HEADER} is a header or a field of a JSON body; it is not read elsewhere.")
-    values = {name: list(dict.fromkeys(re.sub(r"\s+", "", each) for each in given)) for name, given in found.items()}
+        raise ConfigError(
+            f"{VERSION_HEADER} is a header or a field of a JSON body; it is not read elsewhere."
+        )
+    values = {
+        name: list(dict.fromkeys(re.sub(r"\s+", "", each) for each in given)) for name, given in found.items()
+    }
     for name, given in values.items():
         if len(given) > 1:
-            raise ConfigError(f"{name} is given as {given[0][:40]!r} and as {given[1][:40]!r}: give one of them.")
+            raise ConfigError(
+                f"{name} is given as {given[0][:40]!r} and as {given[1][:40]!r}: give one of them."
+            )
     return Wanted.parse({name: given[0] for name, given in values.items() if given})
 
 
 def _fields(body: bytes) -> dict[Any, Any] | None:
-    """Return the fields of a JSON body as servers parse it, or none if none can demand a version; None if it is not JSON."""
+    """Return the fields of a JSON body as servers parse it, or none if none can demand a version; None if it
+    is not JSON.
+    """
     may_be_escaped = b"\\u" in body or b"\0" in body  # \u0064, or UTF-16
     if not may_be_escaped and b"-deltasync-" not in body.lower():
         return {} if body[:1] in (b"{", b"[") else None
@@ -136,7 +150,8 @@ def _fields(body: bytes) -> dict[Any, Any] | None:
 
 
 def demanding(app: App, reach: Callable[[Wanted], Awaitable[Wanted]]) -> App:
-    """ASGI middleware that has a request wait at its arrival for the version that it demands, and sets `demanded`.
+    """ASGI middleware that has a request wait at its arrival for the version that it demands, and sets
+    `demanded`.
 
     Args:
         app: The application.
@@ -149,7 +164,9 @@ def demanding(app: App, reach: Callable[[Wanted], Awaitable[Wanted]]) -> App:
         headers = [(name.decode("latin-1"), value.decode("latin-1")) for name, value in scope["headers"]]
         query = scope.get("query_string", b"").decode("latin-1")
         if scope["type"] == "websocket":
-            if {name.lower() for name, _ in headers} & {*_NAMES} or any(name in query.lower() for name in _NAMES):
+            if {name.lower() for name, _ in headers} & {*_NAMES} or any(
+                name in query.lower() for name in _NAMES
+            ):
                 return await _close(receive, send)
             return await app(scope, receive, send)
         messages = [message async for message in _body(receive)]
@@ -170,7 +187,9 @@ def demanding(app: App, reach: Callable[[Wanted], Awaitable[Wanted]]) -> App:
             except DeltaSyncError as error:
                 return await reply_error(send, 409, str(error))
             except TimeoutError:
-                return await reply_error(send, 409, f"Version {wanted} was asked for, and this server does not answer.")
+                return await reply_error(
+                    send, 409, f"Version {wanted} was asked for, and this server does not answer."
+                )
         demanded.set(wanted)
         await app(scope, receive_again, send)
 
@@ -189,7 +208,9 @@ async def _body(receive: Receive) -> AsyncIterator[Message]:
 async def _close(receive: Receive, send: Send) -> None:
     """Refuse a WebSocket that demands a version."""
     await receive()
-    await send({"type": "websocket.close", "code": 1008, "reason": f"{VERSION_HEADER} is not read of a WebSocket."})
+    await send(
+        {"type": "websocket.close", "code": 1008, "reason": f"{VERSION_HEADER} is not read of a WebSocket."}
+    )
 
 
 async def reply_error(send: Send, code: int, sentence: str) -> None:
@@ -203,7 +224,8 @@ async def reply_error(send: Send, code: int, sentence: str) -> None:
 
 
 async def reach(follow: Follow, wanted: Wanted) -> Wanted:
-    """Wait until a replica serves a demanded version. Returns what to hold the reply to: `>=latest` with its number.
+    """Wait until a replica serves a demanded version. Returns what to hold the reply to: `>=latest` with its
+    number.
 
     Raises:
         AckTimeoutError: it does not in time, or never will.
@@ -212,7 +234,9 @@ async def reach(follow: Follow, wanted: Wanted) -> Wanted:
     if version is not None and wanted.allows(live, live):
         return wanted
     if wanted.exact and live is not None and version is not None and live > version and pin is None:
-        raise AckTimeoutError(wanted.refusal(live, "It takes newer versions only: ask a server that is pinned to that one."))
+        raise AckTimeoutError(
+            wanted.refusal(live, "It takes newer versions only: ask a server that is pinned to that one.")
+        )
     is_later = pin is not None and version is not None and not wanted.exact and pin >= version
     try:
         served = await wait(follow, wanted.timeout_s, pin if is_later else version)
@@ -225,7 +249,9 @@ async def reach(follow: Follow, wanted: Wanted) -> Wanted:
 
 
 class Held:
-    """Holds the reply that a followed module makes to the version that its request demands. Made when the reply begins."""
+    """Holds the reply that a followed module makes to the version that its request demands. Made when the
+    reply begins.
+    """
 
     def __init__(self, follow: Follow, wanted: Wanted | None) -> None:
         self._follow, self._wanted = follow, wanted
@@ -233,7 +259,9 @@ class Held:
 
     @property
     def refusal(self) -> str | None:
-        """Why the reply may not be sent, in one sentence: another version was live since it began. None if it may."""
+        """Why the reply may not be sent, in one sentence: another version was live since it began. None if it
+        may.
+        """
         if self._wanted is None:
             return None
         last = self._follow.version  # before the commits: one that is not listed yet is live
@@ -246,7 +274,9 @@ class Held:
         return self._wanted.refusal(last, "The version changed meanwhile.")
 
 
-async def wait(follow: Follow, timeout_s: float, version: int | None = None, step: int | None = None) -> int | None:
+async def wait(
+    follow: Follow, timeout_s: float, version: int | None = None, step: int | None = None
+) -> int | None:
     """Return the number of the version served once it is what a client asks for; None after `timeout_s`.
 
     Raises:

@@ -24,14 +24,16 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
     Args:
         url: A store, which is returned unchanged, or one of
 
-            - `file:///absolute/path`, created on first write; also a `Path`, or a path that begins with `/`, `./`, `../`
-              or `~`;
-            - `s3://bucket/prefix?endpoint=https://host&region=...`, any S3-compatible server. All options are optional:
-              `endpoint` (plain HTTP needs an explicit http://), `region`, `virtual_hosted=1` (otherwise the bucket is part
-              of the path), `profile=NAME` of the AWS configuration (needs boto3), `anonymous=1`. Credentials and
-              everything else come from the usual AWS_* variables or from the machine's role;
+            - `file:///absolute/path`, created on first write; also a `Path`, or a path that begins with `/`,
+              `./`, `../` or `~`;
+            - `s3://bucket/prefix?endpoint=https://host&region=...`, any S3-compatible server. All options are
+              optional: `endpoint` (plain HTTP needs an explicit http://), `region`, `virtual_hosted=1`
+              (otherwise the bucket is part of the path), `profile=NAME` of the AWS configuration (needs
+              boto3), `anonymous=1`. Credentials and everything else come from the usual AWS_* variables or
+              from the machine's role;
             - `hf://buckets/namespace/name/prefix`, a Hugging Face Bucket;
-            - `gs://bucket/prefix`, `az://container/prefix`, configured with the usual variables of these clouds;
+            - `gs://bucket/prefix`, `az://container/prefix`, configured with the usual variables of these
+              clouds;
             - `memory://name`, visible in this process only.
 
     Raises:
@@ -59,9 +61,15 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
 
         return HubStore(url)
     if parts.query or parts.fragment:
-        raise ConfigError(f"A {parts.scheme}:// URL has no '?' and no '#': {url!r}. In a path, write %3F and %23.")
+        raise ConfigError(
+            f"A {parts.scheme}:// URL has no '?' and no '#': {url!r}. In a path, write %3F and %23."
+        )
     if parts.scheme == "file":
-        if parts.netloc not in ("", "localhost") or not parts.path.startswith("/") or not parts.path.strip("/"):
+        if (
+            parts.netloc not in ("", "localhost")
+            or not parts.path.startswith("/")
+            or not parts.path.strip("/")
+        ):
             raise ConfigError(f"A directory is written file:///absolute/path, not {url!r}.")
         path = url2pathname(parts.path)  # on Windows, C:\path for /C:/path
         if os.open not in os.supports_dir_fd:

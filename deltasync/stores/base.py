@@ -15,8 +15,8 @@ from deltasync.errors import ConfigError, CorruptDataError
 
 REQUEST_S = 20.0  # time limit for the final request of a guarded `Store.put`
 
-# The rules of the strictest store (the Hub's S3 gateway) hold for all stores.
-# No part may start with a dot: this excludes `.` and `..`, and LocalStore gives such names to unfinished files.
+# The rules of the strictest store (the Hub's S3 gateway) hold for all stores. No part may start with a dot:
+# this excludes `.` and `..`, and LocalStore gives such names to unfinished files.
 _PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
 _KEY = re.compile(rf"{_PART}(/{_PART})*")
 
@@ -27,8 +27,9 @@ _Result = TypeVar("_Result")
 class ObjectInfo:
     """One object in a listing or an event.
 
-    `modified_s` is the time of the write on the store's clock, in seconds since the epoch, 0 if unknown. `content` is the
-    store's own hash of the bytes, or None: with it `Store.read` returns these bytes even after the key was overwritten.
+    `modified_s` is the time of the write on the store's clock, in seconds since the epoch, 0 if unknown.
+    `content` is the store's own hash of the bytes, or None: with it `Store.read` returns these bytes even
+    after the key was overwritten.
     """
 
     key: str
@@ -60,7 +61,9 @@ class Store(Protocol):
 
     @property
     def can_create(self) -> bool:
-        """Whether the store claims that only one of two writers can `create` a key. `retries.decides` tests the claim."""
+        """Whether the store claims that only one of two writers can `create` a key. `retries.decides` tests
+        the claim.
+        """
         ...
 
     @property
@@ -71,7 +74,8 @@ class Store(Protocol):
     def create(self, key: str, data: bytes) -> None:
         """Store a new object atomically. Requires `can_create`.
 
-        After return, the whole object is durable and visible. If this raises a lasting error, it is not visible.
+        After return, the whole object is durable and visible. If this raises a lasting error, it is not
+        visible.
 
         Raises:
             ObjectExistsError: the key exists; its object is unchanged.
@@ -80,11 +84,12 @@ class Store(Protocol):
         ...
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        """Store an object and replace any object with this key. Readers see the old or the new one, never a mixture.
+        """Store an object and replace any object with this key. Readers see the old or the new one, never a
+        mixture.
 
-        `guard` is called once, after all slow steps. The request that makes the object visible follows immediately. No layer
-        below retries that request, and it ends within `REQUEST_S`. If `guard` raises, its exception passes through and
-        nothing becomes visible.
+        `guard` is called once, after all slow steps. The request that makes the object visible follows
+        immediately. No layer below retries that request, and it ends within `REQUEST_S`. If `guard` raises,
+        its exception passes through and nothing becomes visible.
 
         Raises:
             TransientStoreError: the old or the new object is visible, or the new one will become visible.
@@ -95,8 +100,9 @@ class Store(Protocol):
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         """Return the whole object.
 
-        At most `most_bytes` are held in memory, even if the store announces another size. `known` is the object's entry in a
-        listing or an event. If it has a `content`, those bytes are read without a request for the key.
+        At most `most_bytes` are held in memory, even if the store announces another size. `known` is the
+        object's entry in a listing or an event. If it has a `content`, those bytes are read without a request
+        for the key.
 
         Raises:
             CorruptDataError: the object is larger than `most_bytes`.
@@ -119,7 +125,9 @@ class Store(Protocol):
         ...
 
     def delete(self, *keys: str) -> None:
-        """Delete objects. A missing object is no error. If this raises, some of them may have been deleted."""
+        """Delete objects. A missing object is no error. If this raises, some of them may have been
+        deleted.
+        """
         ...
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
@@ -127,7 +135,8 @@ class Store(Protocol):
 
         Args:
             prefix: Only keys that start with it are reported.
-            on_change: Receives the object, or None if some changes may have been missed. Deletions are not reported.
+            on_change: Receives the object, or None if some changes may have been missed. Deletions are not
+                reported.
 
         Returns:
             None if the store cannot watch; the caller must poll.
@@ -142,7 +151,9 @@ class WrappedStore:
         self.inner = inner
 
     def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
-        """Run the call `action`. `verb` is the method's name, `key` its first key or the prefix of a listing."""
+        """Run the call `action`. `verb` is the method's name, `key` its first key or the prefix of a
+        listing.
+        """
         return action()
 
     @property
@@ -181,8 +192,8 @@ class WrappedStore:
 
 
 def check_key(key: str) -> str:
-    """Return `key` unchanged, or raise ConfigError: of letters, digits and `._=+@-/`, no part starts with a dot, 900 at
-    most.
+    """Return `key` unchanged, or raise ConfigError: of letters, digits and `._=+@-/`, no part starts with a
+    dot, 900 at most.
     """
     if not is_key(key):
         raise ConfigError(f"Not a valid object key: {key!r}.")
@@ -190,7 +201,9 @@ def check_key(key: str) -> str:
 
 
 def is_key(key: str) -> bool:
-    """Whether `check_key` accepts a key. Listings leave other ones out: another program has stored these objects."""
+    """Whether `check_key` accepts a key. Listings leave other ones out: another program has stored these
+    objects.
+    """
     return len(key) <= 900 and _KEY.fullmatch(key) is not None
 
 
@@ -201,7 +214,9 @@ def check_size(place: str, size: int, most_bytes: int) -> None:
 
 
 def read_file(file: int, place: str, most_bytes: int) -> bytes:
-    """Return all bytes of an open file. Raise CorruptDataError, which names `place`, for more than `most_bytes`."""
+    """Return all bytes of an open file. Raise CorruptDataError, which names `place`, for more than
+    `most_bytes`.
+    """
     size = os.fstat(file).st_size
     check_size(place, size, most_bytes)
     with open(file, "rb", closefd=False) as stream:

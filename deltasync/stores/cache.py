@@ -1,13 +1,13 @@
 """A cache directory that the processes of a machine share. Each object is downloaded once.
 
     <sha256>          an object, named by its digest; valid for every key and channel, never stale
-    .<sha256>.tmp     an object that the holder of .lock-store is writing
-    .lock-3f          held during the download of an object whose digest starts with 3f; others wait, then read the file
-    .lock-store       held while a file is added and old ones are evicted
+    .<sha256>.tmp     an object that the holder of .lock-store is writing .lock-3f          held during the
+    download of an object whose digest starts with 3f; others wait, then read the file .lock-store       held
+    while a file is added and old ones are evicted
 
-A cached object must pass the same check as a downloaded one; a file that fails is deleted and downloaded again. The
-directory has mode 0700 and belongs to this user, which is checked at each use. A lock ends with its process. The directory
-may be deleted at any time. Linux and macOS only.
+A cached object must pass the same check as a downloaded one; a file that fails is deleted and downloaded
+again. The directory has mode 0700 and belongs to this user, which is checked at each use. A lock ends with
+its process. The directory may be deleted at any time. Linux and macOS only.
 """
 
 from __future__ import annotations
@@ -46,15 +46,17 @@ _TEMPORARY = re.compile(r"\.[0-9a-f]{64}\.tmp")
 
 
 class CachedStore(WrappedStore):
-    """A store with a cache for reads by digest. Other reads do not use the cache. ConfigError on systems without `fcntl`.
+    """A store with a cache for reads by digest. Other reads do not use the cache. ConfigError on systems
+    without `fcntl`.
 
-    If the directory cannot be used (disk full, not writable, a lock that stays held), the store warns once, reads without
-    the cache, and tries the directory again after a minute.
+    If the directory cannot be used (disk full, not writable, a lock that stays held), the store warns once,
+    reads without the cache, and tries the directory again after a minute.
 
     Args:
         store: The store to read from.
         directory: The cache directory, created on first use for this user only.
-        limit_bytes: Limit for the files in the cache. The least recently read are evicted; larger objects are not cached.
+        limit_bytes: Limit for the files in the cache. The least recently read are evicted; larger objects are
+            not cached.
         shared: Whether downloads are added to the cache. Otherwise only `add` adds to it.
     """
 
@@ -69,10 +71,11 @@ class CachedStore(WrappedStore):
         self._warned = False
 
     def read_known(self, key: str, sha256: str, size: int, check: Check, most_bytes: int) -> bytes:
-        """Return the object with this digest. If several processes ask for it at once, one of them downloads it.
+        """Return the object with this digest. If several processes ask for it at once, one of them downloads
+        it.
 
-        `size` is 0 if it is unknown. `check` gets the bytes from the cache or the store, and raises FormatError for wrong
-        ones, which are not cached. `most_bytes` is as in `Store.read`.
+        `size` is 0 if it is unknown. `check` gets the bytes from the cache or the store, and raises
+        FormatError for wrong ones, which are not cached. `most_bytes` is as in `Store.read`.
         """
         if size > self._limit_bytes or time.monotonic() < self._off_until:
             return self._download(key, check, most_bytes)
@@ -82,7 +85,8 @@ class CachedStore(WrappedStore):
         if not self._shared:
             return self._download(key, check, most_bytes)
         with self._lock(sha256[:2], _DOWNLOAD_S):
-            cached = self._load(sha256, check, most_bytes)  # the previous holder of the lock may have added it
+            # the previous holder of the lock may have added it
+            cached = self._load(sha256, check, most_bytes)
             if cached is not None:
                 return cached
             data = self._download(key, check, most_bytes)
@@ -112,7 +116,9 @@ class CachedStore(WrappedStore):
         return data
 
     def _check_folder(self) -> None:
-        """Raise OSError if the directory is missing, or is open to other users, who could replace the weights."""
+        """Raise OSError if the directory is missing, or is open to other users, who could replace the
+        weights.
+        """
         status = os.lstat(self._directory)
         if not stat.S_ISDIR(status.st_mode):
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
@@ -182,7 +188,9 @@ class CachedStore(WrappedStore):
         self._off_until = time.monotonic() + _PAUSE_S
         if not self._warned:
             self._warned = True
-            logger.warning("The cache in %s cannot be used (%s); reading without it.", self._directory, error.strerror)
+            logger.warning(
+                "The cache in %s cannot be used (%s); reading without it.", self._directory, error.strerror
+            )
 
 
 def _try_lock(file: int) -> bool:
@@ -198,8 +206,8 @@ def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers:
 
     Args:
         store: The channel's store. `file://` and `memory://` are not cached: the kernel caches files already.
-        directory: The cache directory; None for one in the system's temporary directory. A single worker adds nothing to
-            that one, because no process shares it, but reads prefetched objects.
+        directory: The cache directory; None for one in the system's temporary directory. A single worker adds
+            nothing to that one, because no process shares it, but reads prefetched objects.
         limit_bytes: Limit for the cache; 0 for no cache.
         workers: Number of worker processes.
     """
@@ -208,4 +216,5 @@ def behind_cache(store: Store, directory: str | None, limit_bytes: int, workers:
     if directory is None:
         directory = str(Path(tempfile.gettempdir(), f"deltasync-{os.getuid()}"))
         return CachedStore(store, directory, limit_bytes, shared=workers > 1)
-    return CachedStore(store, os.path.realpath(directory), limit_bytes)  # a configured directory may be a link
+    # a configured directory may be a link
+    return CachedStore(store, os.path.realpath(directory), limit_bytes)

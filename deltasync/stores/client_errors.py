@@ -1,4 +1,6 @@
-"""Translate obstore's errors to ours. Ours have no `__cause__`: obstore's hold whole requests, credentials included."""
+"""Translate obstore's errors to ours. Ours have no `__cause__`: obstore's hold whole requests, credentials
+included.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,13 @@ import re
 
 from obstore import exceptions as obstore_errors
 
-from deltasync.errors import ConfigError, ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
+from deltasync.errors import (
+    ConfigError,
+    ObjectExistsError,
+    ObjectMissingError,
+    StoreError,
+    TransientStoreError,
+)
 from deltasync.stores.replies import Meaning, Operation, error_class, is_panic, meaning
 from deltasync.threads import NO_FILES, NO_THREADS
 
@@ -14,7 +22,13 @@ CLIENT_ERRORS = (obstore_errors.BaseError, FileNotFoundError)
 
 RENEWABLE = (401, 403)
 _NO_FILES = re.compile(r"Too many open files|os error 2[34]\b|code: 2[34]\b")
-_RENEW = ("ExpiredToken", "ExpiredTokenException", "InvalidToken", "TokenRefreshRequired", "InvalidAccessKeyId")
+_RENEW = (
+    "ExpiredToken",
+    "ExpiredTokenException",
+    "InvalidToken",
+    "TokenRefreshRequired",
+    "InvalidAccessKeyId",
+)
 _REGION = "The bucket is in another region: check region= and AWS_REGION."
 _HINTS = {
     "ExpiredToken": "The session token has expired: renew the credentials.",
@@ -41,34 +55,46 @@ _METADATA = {
     ),
     "gs": ("GOOGLE_APPLICATION_CREDENTIALS", r"/computeMetadata/"),
 }
-"""By scheme: the variables that hold credentials, and a pattern of requests to the machine's metadata service."""
+"""By scheme: the variables that hold credentials, and a pattern of requests to the machine's metadata
+service.
+"""
 
 
-def translate(error: BaseException, place: str, operation: Operation, answered: bool = True) -> StoreError | ConfigError:
+def translate(
+    error: BaseException, place: str, operation: Operation, answered: bool = True
+) -> StoreError | ConfigError:
     """Return our error for an error of obstore, or a panic, about the object at `place`.
 
     `answered` says whether the store has answered this client before, which proves that credentials are set.
     """
     if is_panic(error) and re.search(r"Invalid(Uri|Port|Domain|Ipv4|Ipv6)|EmptyHost", str(error)):
         return ConfigError(
-            f"{place}: the address of the server is not valid. Check the endpoint, and gcs_base_url in the file of a Google "
+            f"{place}: the address of the server is not valid. Check the endpoint, and gcs_base_url in the "
+            "file of a Google "
             "service account."
         )
     if is_panic(error):
         what = " ".join((str(error).splitlines() or [""])[0].split())[:300]
         if "PoisonError" in what:
-            return StoreError(f"{place}: the store's client could not start when it was first used. Restart this process.")
-        if re.search(r"WouldBlock|Resource temporarily unavailable|os error 11\b|code: 11\b|spawn", str(error)):
+            return StoreError(
+                f"{place}: the store's client could not start when it was first used. Restart this process."
+            )
+        if re.search(
+            r"WouldBlock|Resource temporarily unavailable|os error 11\b|code: 11\b|spawn", str(error)
+        ):
             return TransientStoreError(f"{place}: {NO_THREADS}.")
         if _NO_FILES.search(str(error)):
             return TransientStoreError(f"{place}: {NO_FILES}.")
-        return StoreError(f"{place}: the store's client failed ({what}); the server's reply may be malformed.")
+        return StoreError(
+            f"{place}: the store's client failed ({what}); the server's reply may be malformed."
+        )
     message, _, internals = str(error).partition("\n\nDebug source")
     if isinstance(error, obstore_errors.InvalidPathError):
         odd = re.search(r'Path "([^"]*)"', message)
         key = odd[1] if odd else message
         return StoreError(
-            f"{place}: another program's object has the key {key!r}, which cannot be listed: delete or rename it."
+            f"{place}: another program's object has the key {key!r}, which cannot be listed: delete or "
+            "rename it."
         )
     answer, status, code = _answer(message, internals)
     if not status and not code and _NO_FILES.search(internals):
@@ -92,7 +118,9 @@ def translate(error: BaseException, place: str, operation: Operation, answered: 
     if found is Meaning.MISSING and "<html" in message.lower():
         found, hint = Meaning.REFUSED, "The reply is a web page: check the endpoint."
     if code in ("NoSuchBucket", "ContainerNotFound"):
-        return StoreError(f"{place}: there is no such bucket; create it, or check its name, the region and the endpoint.")
+        return StoreError(
+            f"{place}: there is no such bucket; create it, or check its name, the region and the endpoint."
+        )
     kind = error_class(operation, found)
     if kind is ObjectExistsError:
         return kind(f"{place} already exists.")
@@ -140,7 +168,8 @@ def _answer(message: str, internals: str) -> tuple[str, int, str]:
     if name:
         return f"the store refused ({name}{': ' if reason else ''}{reason})", 0, name
     cause = re.search(r'(?:message|error): "([^"]*)"|\b(TimedOut)\b', internals)
-    tail = re.sub(r"\?\S*", "", message.rpartition(" - ")[2]).strip().rstrip(".")  # a query may hold credentials
+    # a query may hold credentials
+    tail = re.sub(r"\?\S*", "", message.rpartition(" - ")[2]).strip().rstrip(".")
     tail = tail.partition(", this normally indicates")[0]
     server = re.search(r"https?://[^/\s]+", message) if "kind: Connect," in internals else None
     where = f" at {server[0]}" if server else ""
@@ -163,7 +192,8 @@ def _hint(found: Meaning, status: int, code: str, message: str, internals: str) 
         return "The server presents a CA certificate as its own (CaUsedAsEndEntity): install one that the CA signed."
     if certificate:
         return (
-            f"The server's certificate is not trusted ({certificate[1]}). If a private authority signed it, set "
+            f"The server's certificate is not trusted ({certificate[1]}). If a private authority signed it, "
+            "set "
             "SSL_CERT_FILE to the authority's certificate."
         )
     if "InvalidContentType" in internals:

@@ -2,8 +2,8 @@
 
 obstore's local store is not used because it does not fsync (docs/decisions/0003-stores.md).
 
-Write access to the directory must give no access to other files of this machine. So symbolic links below the root are not
-followed, and only ordinary files are read.
+Write access to the directory must give no access to other files of this machine. So symbolic links below the
+root are not followed, and only ordinary files are read.
 """
 
 from __future__ import annotations
@@ -32,10 +32,13 @@ _LASTING = (
 """Errors that no retry cures. A full disk is not among them."""
 _IN_USE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.ETXTBSY)
 _NO_RENAME = (
-    "this file system cannot rename files. Use a directory on another one; for a bucket that is mounted here, its own URL, "
+    "this file system cannot rename files. Use a directory on another one; for a bucket that is mounted "
+    "here, its own URL, "
     "such as s3://"
 )
-_OPEN = "the file is protected, or a reader has it open and this file system, such as SMB, does not allow it then"
+_OPEN = (
+    "the file is protected, or a reader has it open and this file system, such as SMB, does not allow it then"
+)
 _NO_LINKS = "this file system has no hard links"
 _LOST_AND_FOUND = "lost+found"  # in the root of a file system; only root may read it
 _TEMPORARY = re.compile(r"\..+\.[0-9a-f]{32}\.tmp")
@@ -63,7 +66,9 @@ class LocalStore:
             except OSError as error:
                 if error.errno not in (*_UNSUPPORTED, errno.EPERM):
                     raise
-                raise StoreError(f"{self.url}/{key} cannot be created: {_NO_LINKS} ({error.strerror}).") from None
+                raise StoreError(
+                    f"{self.url}/{key} cannot be created: {_NO_LINKS} ({error.strerror})."
+                ) from None
             _sync(folder)
 
     def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
@@ -76,7 +81,9 @@ class LocalStore:
                     os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
                 except OSError as error:
                     if error.errno in _UNSUPPORTED:
-                        raise StoreError(f"{self.url}/{key} cannot be replaced: {_NO_RENAME} ({error.strerror}).") from None
+                        raise StoreError(
+                            f"{self.url}/{key} cannot be replaced: {_NO_RENAME} ({error.strerror})."
+                        ) from None
                     if error.errno in _IN_USE:  # this user may write here: the temporary file is there
                         raise TransientStoreError(
                             f"{self.url}/{key} cannot be replaced: {_OPEN} ({error.strerror})."
@@ -102,7 +109,9 @@ class LocalStore:
         try:
             with self._folder(folders) as start:
                 found = [
-                    info for info in self._walk(start, "".join(f"{part}/" for part in folders), prefix) if is_key(info.key)
+                    info
+                    for info in self._walk(start, "".join(f"{part}/" for part in folders), prefix)
+                    if is_key(info.key)
                 ]
         except OSError as error:
             if error.errno not in _ABSENT or self._has_link(folders):
@@ -110,7 +119,8 @@ class LocalStore:
         yield from sorted(found, key=lambda info: info.key)
 
     def _walk(self, folder: int, inside: str, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the files below a folder whose path starts with `prefix`. Those that disappear meanwhile are left out.
+        """Yield the files below a folder whose path starts with `prefix`. Those that disappear meanwhile are
+        left out.
 
         Raises:
             OSError, StoreError: a folder or a file's status cannot be read.
@@ -134,7 +144,9 @@ class LocalStore:
                     raise self._failed(path, "read", error) from error
 
     def unfinished(self) -> Iterator[ObjectInfo]:
-        """Yield the temporary files, with names that are no keys: of puts under way, and of writers that were killed."""
+        """Yield the temporary files, with names that are no keys: of puts under way, and of writers that were
+        killed.
+        """
         try:
             with self._folder(()) as start:
                 for info in self._walk(start, "", ""):
@@ -162,18 +174,23 @@ class LocalStore:
                 continue
             except OSError as error:
                 if error.errno in _IN_USE and self._is_writable(folders):
-                    raise TransientStoreError(f"{self.url}/{key} cannot be deleted: {_OPEN} ({error.strerror}).") from error
+                    raise TransientStoreError(
+                        f"{self.url}/{key} cannot be deleted: {_OPEN} ({error.strerror})."
+                    ) from error
                 raise self._failed(key, "deleted", error) from error
             if folders:
                 with contextlib.suppress(OSError), self._folder(folders[:-1]) as above:
-                    os.rmdir(folders[-1], dir_fd=above)  # succeeds only if it is empty; a writer that needs it retries
+                    # succeeds only if it is empty; a writer that needs it retries
+                    os.rmdir(folders[-1], dir_fd=above)
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> None:
         """Return None: polling a file is cheap."""
 
     @contextlib.contextmanager
     def _folder(self, parts: Sequence[str], create: bool = False) -> Iterator[int]:
-        """Yield a descriptor of a folder below the root, without following links. `create` makes the folder durably."""
+        """Yield a descriptor of a folder below the root, without following links. `create` makes the folder
+        durably.
+        """
         if create and not ("" in self._durable and self._root.is_dir()):
             _make_durable(self._root)
             self._durable.add("")
@@ -265,7 +282,9 @@ class LocalStore:
 
 
 def _sync(folder: int) -> None:
-    """Sync the entries of a folder. Some network file systems cannot, and keep each change on their server."""
+    """Sync the entries of a folder. Some network file systems cannot, and keep each change on their
+    server.
+    """
     try:
         os.fsync(folder)
     except OSError as error:
@@ -281,8 +300,9 @@ def _unlink(name: str, folder: int) -> None:
 def _make_durable(root: Path) -> None:
     """Make the root and its missing parent folders, and sync the entries of all of them.
 
-    Existing parents are synced too, because another process may have made them and died before its sync. The loop stops at
-    a folder that this user may not read, which we did not make, and at the mount point of the root's file system.
+    Existing parents are synced too, because another process may have made them and died before its sync. The
+    loop stops at a folder that this user may not read, which we did not make, and at the mount point of the
+    root's file system.
     """
     root.mkdir(parents=True, exist_ok=True)
     for above in root.resolve().parents:

@@ -19,7 +19,13 @@ from deltasync import limits
 from deltasync.clouds.environment import client_threads
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size, is_key
-from deltasync.stores.client_errors import CLIENT_ERRORS, has_expired, has_timed_out, may_be_renewed, translate
+from deltasync.stores.client_errors import (
+    CLIENT_ERRORS,
+    has_expired,
+    has_timed_out,
+    may_be_renewed,
+    translate,
+)
 from deltasync.stores.replies import Operation, is_panic
 from deltasync.threads import NO_FILES, NO_THREADS, daemon
 
@@ -30,7 +36,9 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LARGEST_BYTES = 5 << 30
-"""S3's limit for one put. Multipart uploads may be larger, but not every server honours their precondition."""
+"""S3's limit for one put. Multipart uploads may be larger, but not every server honours their
+precondition.
+"""
 
 _SPARE_THREADS = 4
 _SPARE_FILES = 16  # of the client's runtime, which never works again where it could not start
@@ -38,7 +46,9 @@ _SPARE_FILES = 16  # of the client's runtime, which never works again where it c
 _Result = TypeVar("_Result")
 
 _process: int | None = None
-"""The process that used obstore first. A forked child has no copy of its threads, so calls there would hang."""
+"""The process that used obstore first. A forked child has no copy of its threads, so calls there would
+hang.
+"""
 
 
 class _NoAnswerError(TransientStoreError):
@@ -51,7 +61,8 @@ class ObstoreStore:
     can_create = True
     is_scarce = False
     _answered = False
-    _login, _accepted = 0, -1  # how often credentials were read again; the last of these counts that was accepted
+    # how often credentials were read again; the last of these counts that was accepted
+    _login, _accepted = 0, -1
 
     def __init__(self, url: str, client: ObjectStore) -> None:
         self.url = url
@@ -62,7 +73,9 @@ class ObstoreStore:
         return set()
 
     def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
-        """Return the client for a body of this size. With `once`, the client never retries and fails after `REQUEST_S`."""
+        """Return the client for a body of this size. With `once`, the client never retries and fails after
+        `REQUEST_S`.
+        """
         mark_process()
         return self._opened
 
@@ -77,7 +90,8 @@ class ObstoreStore:
         once = guard is not None
         if guard is not None:
             with contextlib.suppress(StoreError), self._mapped("probe", "list"):
-                obstore.list(self.client(len(data), once), prefix="probe").collect()  # connects, and fetches credentials
+                # connects, and fetches credentials
+                obstore.list(self.client(len(data), once), prefix="probe").collect()
             guard()
 
         def send() -> None:
@@ -108,7 +122,9 @@ class ObstoreStore:
 
     def read_range(self, key: str, start: int, end: int) -> bytes:
         check_key(key)
-        data = self._repeated(key, "read", lambda: bytes(obstore.get_range(self.client(), key, start=start, end=end)))
+        data = self._repeated(
+            key, "read", lambda: bytes(obstore.get_range(self.client(), key, start=start, end=end))
+        )
         if len(data) < end - start:
             raise StoreError(f"{self._place(key)} ends before byte {end}.")
         return data
@@ -120,14 +136,17 @@ class ObstoreStore:
         yield from (found[key] for key in sorted(found) if key.startswith(prefix) and is_key(key))
 
     def _listed_around(self, folder: str) -> dict[str, ObjectInfo]:
-        """List a folder without the keys of other programs that obstore refuses, such as `a//b` and `a/../b`."""
+        """List a folder without the keys of other programs that obstore refuses, such as `a//b` and
+        `a/../b`.
+        """
         try:
             return self._listed(folder)
         except InvalidPathError:
             pass  # a page with such a key is lost: list its folder's neighbours one by one
         try:
             level = obstore.list_with_delimiter(self.client(), folder or None)
-        except InvalidPathError as error:  # it is in this folder itself; such keys sort before ours, by their next character
+        except InvalidPathError as error:
+            # it is in this folder itself; such keys sort before ours, by their next character
             message = str(translate(error, self._place(folder), "list"))
             if message not in self._warned:
                 self._warned.add(message)
@@ -144,7 +163,9 @@ class ObstoreStore:
             before = len(found)
             found |= _infos(page)
             if page and len(found) == before:
-                raise StoreError(f"{self._place(folder)}: the store's listing repeats itself and does not end.")
+                raise StoreError(
+                    f"{self._place(folder)}: the store's listing repeats itself and does not end."
+                )
         return found
 
     def delete(self, *keys: str) -> None:
@@ -202,7 +223,8 @@ class ObstoreStore:
         except CLIENT_ERRORS as error:
             found = translate(error, self._place(key), operation, self._answered)
             if has_expired(error) and (login < self._login or self._accepted == login):
-                found = TransientStoreError(str(found))  # they were accepted before, and may have been renewed
+                # they were accepted before, and may have been renewed
+                found = TransientStoreError(str(found))
             timed_out = isinstance(found, TransientStoreError) and has_timed_out(error)
             if (may_be_renewed(error) or timed_out) and login == self._login:
                 self._login += 1
@@ -215,10 +237,11 @@ class ObstoreStore:
 
 
 class PortableStore(ObstoreStore):
-    """`file://` on Windows, where files cannot be opened relative to a folder. The directory is created on first use.
+    """`file://` on Windows, where files cannot be opened relative to a folder. The directory is created on
+    first use.
 
-    Unlike `local.LocalStore`, this store does not sync: a power failure may lose a version after `wait` returned. It follows
-    links, so no other user may have write access to the directory.
+    Unlike `local.LocalStore`, this store does not sync: a power failure may lose a version after `wait`
+    returned. It follows links, so no other user may have write access to the directory.
     """
 
     def __init__(self, root: str) -> None:
@@ -234,7 +257,10 @@ class PortableStore(ObstoreStore):
 
 
 def _infos(found: Sequence[ObjectMeta]) -> dict[str, ObjectInfo]:
-    return {meta["path"]: ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp()) for meta in found}
+    return {
+        meta["path"]: ObjectInfo(meta["path"], meta["size"], meta["last_modified"].timestamp())
+        for meta in found
+    }
 
 
 _in_memory: dict[str, ObstoreStore] = {}
@@ -246,7 +272,8 @@ def memory_store(name: str) -> ObstoreStore:
 
 
 def _try_threads() -> None:
-    """Start as many threads as the client's runtime does. Where it cannot, it panics, and never works in this process again.
+    """Start as many threads as the client's runtime does. Where it cannot, it panics, and never works in this
+    process again.
 
     Raises:
         TransientStoreError: a limit is reached.
@@ -280,7 +307,9 @@ def check_files(spare: int = 1) -> None:
 
 
 def mark_process(needs_threads: bool = False) -> None:
-    """Record that this process uses obstore. Raise StoreError if the client has threads, which a forked process lacks."""
+    """Record that this process uses obstore. Raise StoreError if the client has threads, which a forked
+    process lacks.
+    """
     global _process
     if _process is None:
         check_files(_SPARE_FILES)

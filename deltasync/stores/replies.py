@@ -28,14 +28,25 @@ _CODES = {
     **dict.fromkeys(
         (
             *("SlowDown", "ServerBusy", "TooManyRequests", "RequestLimitExceeded", "BandwidthLimitExceeded"),
-            *("Throttling", "ThrottlingException", "KMS.ThrottlingException", "SnapshotOperationRateExceeded"),
+            *(
+                "Throttling",
+                "ThrottlingException",
+                "KMS.ThrottlingException",
+                "SnapshotOperationRateExceeded",
+            ),
             *("rateLimitExceeded", "userRateLimitExceeded"),
         ),
         Meaning.THROTTLED,
     ),
     **dict.fromkeys(
         (
-            *("InternalError", "ServiceUnavailable", "RequestTimeout", "OperationTimedOut", "KMS.KMSInternalException"),
+            *(
+                "InternalError",
+                "ServiceUnavailable",
+                "RequestTimeout",
+                "OperationTimedOut",
+                "KMS.KMSInternalException",
+            ),
             *("ContainerBeingDeleted", "ContainerBeingDisabled", "AccountBeingCreated", "backendError"),
         ),
         Meaning.LATER,
@@ -49,8 +60,8 @@ _FINAL = (501, 505, 507)  # not implemented, HTTP version not supported, no more
 def meaning(status: int, code: str = "") -> Meaning:
     """Return the meaning of an HTTP status and the store's own code. The status is 0 without a reply.
 
-    A known code counts first. A 412 or 304 is a failed precondition only without a code, because Azure answers 412 for
-    leases too. A 409 has a meaning only through its code.
+    A known code counts first. A 412 or 304 is a failed precondition only without a code, because Azure
+    answers 412 for leases too. A 409 has a meaning only through its code.
     """
     if code in _NO_PLACE:
         return Meaning.REFUSED
@@ -69,7 +80,8 @@ def meaning(status: int, code: str = "") -> Meaning:
 
 
 def error_class(operation: Operation, found: Meaning) -> type[StoreError]:
-    """Return the class of the error that an operation raises. EXISTS answers only `create`, MISSING only a read.
+    """Return the class of the error that an operation raises. EXISTS answers only `create`, MISSING only a
+    read.
 
     A `delete` of a missing object raises ObjectMissingError too, and its store treats that as success.
     """

@@ -52,9 +52,9 @@ def retried(
     Args:
         action: The function.
         retries: Attempts after the first one.
-        delay_s: Longest wait before the first retry, doubled each time up to 30 s. A random part, up to half, is subtracted
-            from each wait, so that clients that failed together do not retry together. The wait is never shorter than the
-            error asks for (`TransientStoreError.wait_s`).
+        delay_s: Longest wait before the first retry, doubled each time up to 30 s. A random part, up to half,
+            is subtracted from each wait, so that clients that failed together do not retry together. The wait
+            is never shorter than the error asks for (`TransientStoreError.wait_s`).
         passing: Classes of errors that are retried.
         level: Level at which these errors are logged.
         longest_s: An error that asks for a longer wait is raised at once, for a caller that can wait.
@@ -79,8 +79,8 @@ def retried(
 class RetryStore(WrappedStore):
     """A store whose requests are repeated after errors that may pass, as `retried` does.
 
-    A guarded put is repeated with its guard. An object that exists with the same bytes counts as created: an earlier request
-    may have stored it, whose reply got lost.
+    A guarded put is repeated with its guard. An object that exists with the same bytes counts as created: an
+    earlier request may have stored it, whose reply got lost.
 
     Attributes:
         stop: Set it to end every wait between two attempts; what is under way fails then.
@@ -110,7 +110,9 @@ class RetryStore(WrappedStore):
 
 
 def holds(store: Store, key: str, data: bytes) -> bool | None:
-    """Whether a key holds these bytes and not other ones; None if it holds nothing. Other bytes are read `READS` times."""
+    """Whether a key holds these bytes and not other ones; None if it holds nothing. Other bytes are read
+    `READS` times.
+    """
     for _ in range(READS):
         try:
             if store.read(key, len(data)) == data:
@@ -125,8 +127,8 @@ def holds(store: Store, key: str, data: bytes) -> bool | None:
 def decides(store: Store, key: str) -> bool:
     """Whether the store refuses to `create` an object that exists; some accept `If-None-Match` and ignore it.
 
-    The test creates an object at `key`, which nobody else may use, and deletes it again. A failed test is repeated with the
-    same key after a wait, because stores limit how often an object may change.
+    The test creates an object at `key`, which nobody else may use, and deletes it again. A failed test is
+    repeated with the same key after a wait, because stores limit how often an object may change.
 
     Raises:
         StoreError: the test failed.
@@ -135,8 +137,12 @@ def decides(store: Store, key: str) -> bool:
         return False
     first, second = (hashlib.sha256(f"{key} {which}".encode()).digest()[:16] for which in ("first", "second"))
     try:
-        # If the first one is refused too, an earlier request may have succeeded and its reply got lost: read it back.
-        refused = [retried(functools.partial(_is_refused, store, key, data), 1, _CHANGE_S) for data in (first, second)]
+        # If the first one is refused too, an earlier request may have succeeded and its reply got lost: read
+        # it back.
+        refused = [
+            retried(functools.partial(_is_refused, store, key, data), 1, _CHANGE_S)
+            for data in (first, second)
+        ]
     except TransientStoreError:
         raise
     except StoreError:  # the store refuses every create
@@ -158,7 +164,8 @@ def _is_refused(store: Store, key: str, data: bytes) -> bool:
 
 
 class Pause:
-    """Blocks requests to a service for as long as it asks, or with growing pauses while it is down. Thread-safe.
+    """Blocks requests to a service for as long as it asks, or with growing pauses while it is down.
+    Thread-safe.
 
     Nothing waits here: `check` raises at once, and its error says how long to wait.
     """
@@ -188,7 +195,9 @@ class Pause:
         self._failures, self._pause_s = 0, 0.0
 
     def asked(self, wait_s: float, why: str) -> TransientStoreError:
-        """Begin a pause that the service asks for, and return its error. The first one is logged as a warning."""
+        """Begin a pause that the service asks for, and return its error. The first one is logged as a
+        warning.
+        """
         if self._until_s < time.monotonic():
             logger.warning("%s", why)
         self._until_s, self._why = time.monotonic() + wait_s, why

@@ -88,10 +88,16 @@ class Delta:
         bits_N[at_K] += step_K
 
     def split(self, most: int) -> Iterator[Delta]:
-        """Yield it in pieces of about `most` elements, which end where tensors end; nothing if it is empty."""
+        """Yield it in pieces of about `most` elements, which end where tensors end; nothing if it is
+        empty.
+        """
         for piece in pieces(self._count_T(), most):
-            edges = {width: self.layout.vectors[width].first_T[[*numbers]] for width, numbers in piece.items()}
-            yield Delta(self.layout, {width: self.steps[width].between(*edge) for width, edge in edges.items()})
+            edges = {
+                width: self.layout.vectors[width].first_T[[*numbers]] for width, numbers in piece.items()
+            }
+            yield Delta(
+                self.layout, {width: self.steps[width].between(*edge) for width, edge in edges.items()}
+            )
 
 
 Piece = Mapping[int, tuple[int, int]]
@@ -99,7 +105,9 @@ Piece = Mapping[int, tuple[int, int]]
 
 
 def pieces(count: Mapping[int, np.ndarray], most: int) -> Iterator[Piece]:
-    """Yield pieces of about `most` changes, which end where tensors end. `count` has those of each tensor by width."""
+    """Yield pieces of about `most` changes, which end where tensors end. `count` has those of each tensor by
+    width.
+    """
     piece, taken = dict[int, tuple[int, int]](), 0
     for width, count_T in count.items():
         end_T, low, begin = np.cumsum(count_T), 0, 0
@@ -127,7 +135,9 @@ class Changed(NamedTuple):
 
 
 def of_tensor(layout: Layout, name: str, index_K: np.ndarray, step_K: np.ndarray, start: int = 0) -> Delta:
-    """Return the steps of one tensor as a delta. `index_K` are ascending flat indices, counted from element `start`."""
+    """Return the steps of one tensor as a delta. `index_K` are ascending flat indices, counted from element
+    `start`.
+    """
     width, first, _ = layout.span(name)
     index = layout.vectors[width].index_dtype
     at_K = index_K.astype(index) + index.type(first + start)
@@ -139,8 +149,13 @@ def merge(deltas: Sequence[Delta]) -> Delta:
     layout = deltas[0].layout
     if len(deltas) == 1:
         return deltas[0]
-    found = {width: _sum([delta.steps[width] for delta in deltas if width in delta.steps]) for width in layout.vectors}
-    return Delta(layout, {width: steps for width, steps in found.items() if steps is not None and steps.at_K.size})
+    found = {
+        width: _sum([delta.steps[width] for delta in deltas if width in delta.steps])
+        for width in layout.vectors
+    }
+    return Delta(
+        layout, {width: steps for width, steps in found.items() if steps is not None and steps.at_K.size}
+    )
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:

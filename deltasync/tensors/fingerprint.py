@@ -3,10 +3,11 @@
     F(tensor) = sum over i of h(key(name), i, bits(i))   modulo 2**64
     F(model)  = sum over its tensors of F(tensor)        modulo 2**64
 
-h is splitmix64's finalizer over the flat checkpoint index and the bit pattern (`kernels.reference.cell_hash`).
-Sums over shards add up to the whole, and writing element i adds h(new) - h(old). h must not be linear in the bits: with
-mix(i) * bits(i), adding a step to a wrong old value would change F as if the old value had been right
-(docs/decisions/0002-fingerprint.md). It detects faults, not attackers.
+h is splitmix64's finalizer over the flat checkpoint index and the bit pattern
+(`kernels.reference.cell_hash`). Sums over shards add up to the whole, and writing element i adds h(new) -
+h(old). h must not be linear in the bits: with mix(i) * bits(i), adding a step to a wrong old value would
+change F as if the old value had been right (docs/decisions/0002-fingerprint.md). It detects faults, not
+attackers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""One model as a few vectors: the tensors of one element width lie one after the other, in the order of the channel's table.
+"""One model as a few vectors: the tensors of one element width lie one after the other, in the order of the
+channel's table.
 
-A *position* is an index into such a vector. A tensor's elements are row-major, from its first position on. Code that works
-on all changed elements of a model works on ascending positions, whatever the number of tensors.
+A *position* is an index into such a vector. A tensor's elements are row-major, from its first position on.
+Code that works on all changed elements of a model works on ascending positions, whatever the number of
+tensors.
 
 Shape suffixes: T tensors of one width, K changed elements.
 """
@@ -20,9 +22,11 @@ from deltasync.tensors.specs import TensorSpec, index_dtype
 
 
 def count_below(at_K: np.ndarray, limit_N: np.ndarray | tuple[int, int] | np.int64) -> np.ndarray:
-    """Return how many of these ascending positions are below each limit, which is at most the number of elements; int64[N].
+    """Return how many of these ascending positions are below each limit, which is at most the number of
+    elements; int64[N].
 
-    It is `np.searchsorted` in the dtype of `at_K`: with limits of another dtype numpy would copy all of `at_K` first.
+    It is `np.searchsorted` in the dtype of `at_K`: with limits of another dtype numpy would copy all of
+    `at_K` first.
     """
     return np.searchsorted(at_K, np.asarray(limit_N).astype(at_K.dtype, copy=False))
 
@@ -99,11 +103,15 @@ class Layout:
         for spec in self.specs.values():
             by_width.setdefault(spec.item_bytes, []).append(spec)
         self.vectors = {
-            width: Vector(width, tuple(held), np.cumsum([0, *(spec.element_count for spec in held)], dtype=np.int64))
+            width: Vector(
+                width, tuple(held), np.cumsum([0, *(spec.element_count for spec in held)], dtype=np.int64)
+            )
             for width, held in sorted(by_width.items())
         }
         self.places = {
-            name: (width, number) for width, vector in self.vectors.items() for number, name in enumerate(vector.names)
+            name: (width, number)
+            for width, vector in self.vectors.items()
+            for number, name in enumerate(vector.names)
         }
 
     @property
@@ -121,7 +129,9 @@ class Layout:
         found: dict[str, int] = {}
         for width in sorted(count):
             held = np.flatnonzero(count[width])
-            found |= dict(zip((self.vectors[width].names[t] for t in held), count[width][held].tolist(), strict=True))
+            found |= dict(
+                zip((self.vectors[width].names[t] for t in held), count[width][held].tolist(), strict=True)
+            )
         return found
 
     def span(self, name: str) -> tuple[int, int, int]:
@@ -147,7 +157,10 @@ class Fingerprints(Mapping[str, int]):
         """Return those of all tensors of a layout."""
         return cls(
             layout,
-            {w: np.array([found[name] for name in vector.names], np.uint64) for w, vector in layout.vectors.items()},
+            {
+                w: np.array([found[name] for name in vector.names], np.uint64)
+                for w, vector in layout.vectors.items()
+            },
         )
 
     def __getitem__(self, name: str) -> int:
@@ -166,7 +179,10 @@ class Fingerprints(Mapping[str, int]):
 
     def with_gains(self, gains: Mapping[int, np.ndarray]) -> Self:
         """Return new ones, to which these are added, by width."""
-        of = {width: found_T + gains[width] if width in gains else found_T.copy() for width, found_T in self.of.items()}
+        of = {
+            width: found_T + gains[width] if width in gains else found_T.copy()
+            for width, found_T in self.of.items()
+        }
         return type(self)(self._layout, of)
 
     @property

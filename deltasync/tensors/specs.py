@@ -40,7 +40,9 @@ def index_dtype(element_count: int) -> np.dtype:
 
 
 Region = tuple[int, tuple[tuple[int, int], ...]]
-"""Elements of a flat tensor: the index of the first, then (size, stride) of each dimension, the largest stride first."""
+"""Elements of a flat tensor: the index of the first, then (size, stride) of each dimension, the largest
+stride first.
+"""
 
 
 def region_size(region: Region) -> int:
@@ -107,7 +109,9 @@ def check_specs(channel: dict[str, TensorSpec], model: dict[str, TensorSpec], wh
     problems = [f"{name} is missing" for name in channel.keys() - model.keys()]
     problems += [f"{name} is not in the channel" for name in model.keys() - channel.keys()]
     problems += [
-        f"{model[name]} should be {channel[name]}" for name in channel.keys() & model.keys() if model[name] != channel[name]
+        f"{model[name]} should be {channel[name]}"
+        for name in channel.keys() & model.keys()
+        if model[name] != channel[name]
     ]
     if problems:
         shown = "; ".join(sorted(problems)[:5]) + ("; ..." if len(problems) > 5 else "")

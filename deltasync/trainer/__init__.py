@@ -1,3 +1,5 @@
-"""Models of trainers: streams of sharded and wrapped ones, and the messages between ranks. A wing of the core."""
+"""Models of trainers: streams of sharded and wrapped ones, and the messages between ranks. A wing of the
+core.
+"""
 
 __all__ = ["ranks", "source", "stream"]

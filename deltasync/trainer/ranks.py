@@ -1,9 +1,9 @@
 """Messages between the ranks of a sharded trainer: agreement within `publish`, and between their uploads.
 
-Messages, a few kilobytes, go through the key-value store of torch.distributed to the first rank and back, below a prefix of
-each publisher. No process group is made, so the ranks may belong to any others. Only the weights of an anchor are collected
-by the first rank through gloo, tensor by tensor. A rank is lost when its process says nothing for a while, says that it
-ends, or is seen dead on the same host; not when it takes long.
+Messages, a few kilobytes, go through the key-value store of torch.distributed to the first rank and back,
+below a prefix of each publisher. No process group is made, so the ranks may belong to any others. Only the
+weights of an anchor are collected by the first rank through gloo, tensor by tensor. A rank is lost when its
+process says nothing for a while, says that it ends, or is seen dead on the same host; not when it takes long.
 """
 
 from __future__ import annotations
@@ -36,7 +36,9 @@ logger = get_logger(__name__)
 _Value = TypeVar("_Value")
 
 Range = tuple[int, int]
-"""The elements of a flat checkpoint tensor that a rank holds: index of the first one, and of the one behind the last."""
+"""The elements of a flat checkpoint tensor that a rank holds: index of the first one, and of the one behind
+the last.
+"""
 
 BEAT_S = 1.0
 SILENCE_S = 60.0
@@ -53,11 +55,13 @@ WAY_ON = "This publisher can publish no more: end all ranks, start them again, a
 
 
 class Ranks:
-    """All ranks that publish together. Every rank of a group makes one, at the same time; a single rank asks nobody.
+    """All ranks that publish together. Every rank of a group makes one, at the same time; a single rank asks
+    nobody.
 
-    `first`, `share`, `agree`, `all` and `collect` are called on all ranks, in the same order. They raise PublishError if a
-    rank is lost or does not come; then this publisher can publish no more. `say` to `wait_until_seen` are for the threads
-    that upload: the first rank writes a log of versions that begin and end, which the `others` follow and answer.
+    `first`, `share`, `agree`, `all` and `collect` are called on all ranks, in the same order. They raise
+    PublishError if a rank is lost or does not come; then this publisher can publish no more. `say` to
+    `wait_until_seen` are for the threads that upload: the first rank writes a log of versions that begin and
+    end, which the `others` follow and answer.
 
     Args:
         group: A process group of any backend, which is asked for its store only.
@@ -89,7 +93,8 @@ class Ranks:
             return
         if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
             raise ConfigError(
-                f"Rank {dist.get_rank()} is not in the group that it publishes with. Give it a group of its own."
+                f"Rank {dist.get_rank()} is not in the group that it publishes with. Give it a group of its "
+                "own."
             )
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
         if self.size == 1:
@@ -97,7 +102,8 @@ class Ranks:
         self.others = range(1, self.size)
         self._group_store = cast("Any", group.get_group_store())
         self._global = [dist.get_global_rank(group, rank) for rank in range(self.size)]
-        # One connection for all threads, none of which blocks on it. Those of others may wait on the group's for long.
+        # One connection for all threads, none of which blocks on it. Those of others may wait on the group's
+        # for long.
         connection = self._group_store.clone()
         self._prefix = f"deltasync/{self._meet(PrefixStore('deltasync', connection))}"
         self._store = PrefixStore(self._prefix, connection)
@@ -136,7 +142,9 @@ class Ranks:
             self._beat()
 
     def state(self, rank: int) -> bytes:
-        """Return what a rank says of itself: the place of its main thread, and `moved_s`; nothing if that is not known."""
+        """Return what a rank says of itself: the place of its main thread, and `moved_s`; nothing if that is
+        not known.
+        """
         store = self._store
         with contextlib.suppress(RuntimeError):
             if store is not None and _has(store, f"alive/{rank}"):
@@ -147,7 +155,9 @@ class Ranks:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Tell the others meanwhile that this rank is in a method of its publisher, however long that takes."""
+        """Tell the others meanwhile that this rank is in a method of its publisher, however long that
+        takes.
+        """
         self.enter(True)
         try:
             yield
@@ -161,14 +171,21 @@ class Ranks:
             self._beat()
 
     def first(
-        self, action: Callable[[], _Value], kind: Any = Any, *, problem: BaseException | None = None, same: str | None = None
+        self,
+        action: Callable[[], _Value],
+        kind: Any = Any,
+        *,
+        problem: BaseException | None = None,
+        same: str | None = None,
     ) -> _Value:
-        """Run an action on the first rank and return its result at all ranks. `kind` is its type, as msgspec takes it.
+        """Run an action on the first rank and return its result at all ranks. `kind` is its type, as msgspec
+        takes it.
 
         `problem` is what has failed at this rank before; `same` is what has to be equal at all ranks.
 
         Raises:
-            BaseException: what the action raises, or `problem`; a `DeltaSyncError` with the same message at the others.
+            BaseException: what the action raises, or `problem`; a `DeltaSyncError` with the same message at
+                the others.
             PublishError: `same` differs.
         """
 
@@ -183,7 +200,8 @@ class Ranks:
         for rank, (other, _) in enumerate(found):
             if other != found[0][0]:
                 raise PublishError(
-                    f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][0]}. Nothing was published."
+                    f"Rank {rank} publishes {other}, and rank 0 publishes {found[0][0]}. Nothing was "
+                    "published."
                 )
         return found[0][1]  # type: ignore[return-value]
 
@@ -211,19 +229,25 @@ class Ranks:
         return values.tolist()
 
     def all(self, action: Callable[[], _Value]) -> _Value:
-        """Run an action on each rank and return its result at this one. Raises as `agree` if it fails at any rank."""
+        """Run an action on each rank and return its result at this one. Raises as `agree` if it fails at any
+        rank.
+        """
         value, problem = attempt(action)
         self.agree(problem)
         return value  # type: ignore[return-value]
 
     def collect(self, held: np.ndarray, ranges: Sequence[Range], out_N: np.ndarray | None) -> None:
-        """Write one tensor's flat bit patterns, of the ranges of all ranks, into `out_N` at the first rank."""
+        """Write one tensor's flat bit patterns, of the ranges of all ranks, into `out_N` at the first
+        rank.
+        """
         if self._weights is None:
             self.agree(None)  # all ranks are here now, and connect
             # By a connection of its own, which may wait.
             store = PrefixStore(f"{self._prefix}/weights", self._group_store.clone())
             timeout = datetime.timedelta(seconds=self._timeout_s)
-            self._weights = self._together(lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout))
+            self._weights = self._together(
+                lambda: dist.ProcessGroupGloo(store, self.rank, self.size, timeout)
+            )
         gloo: Any = self._weights
         if self.rank:
             if held.size:
@@ -240,7 +264,8 @@ class Ranks:
     # Called by the threads that upload.
 
     def say(self, **line: Any) -> None:
-        """First rank: add a line to the log that the others follow: a version, by its `serial`, begins or ends.
+        """First rank: add a line to the log that the others follow: a version, by its `serial`, begins or
+        ends.
 
         Raises:
             RuntimeError: the store of torch.distributed is gone.
@@ -263,10 +288,14 @@ class Ranks:
         return msgspec.msgpack.decode(line, type=dict[str, Any])
 
     def answer(self, what: str, serial: int, value: object, problem: BaseException | None = None) -> None:
-        """Other ranks: tell the first one what became of this rank's part of a version, or of something beside it."""
+        """Other ranks: tell the first one what became of this rank's part of a version, or of something
+        beside it.
+        """
         with contextlib.suppress(RuntimeError):  # the first rank's process has ended, and with it the store
             described = None if problem is None else _described(problem)
-            self._store.set(f"{what}/{serial}/{self.rank}", _encoded((described, None if described else value)))
+            self._store.set(
+                f"{what}/{serial}/{self.rank}", _encoded((described, None if described else value))
+            )
 
     def answers(self, what: str, serial: int, kind: Any) -> list[Any]:
         """First rank: wait for the answers of the others, of this type.
@@ -292,7 +321,9 @@ class Ranks:
         return answers
 
     def wait_until_seen(self) -> None:
-        """First rank: wait until the others have read the log, because the store may end with this process."""
+        """First rank: wait until the others have read the log, because the store may end with this
+        process.
+        """
         if self._ended is not None and self._store is not None:
             keys = {rank: f"seen/{self._ended}/{rank}" for rank in self.others}
             try:
@@ -302,8 +333,12 @@ class Ranks:
 
     # How messages travel.
 
-    def _agreed(self, value: object, problem: BaseException | None, combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """Return what the first rank makes of the values of all ranks, if none has a problem; raise that at all of them."""
+    def _agreed(
+        self, value: object, problem: BaseException | None, combine: Callable[[list[bytes]], bytes]
+    ) -> bytes:
+        """Return what the first rank makes of the values of all ranks, if none has a problem; raise that at
+        all of them.
+        """
         encoded = answer = b""
         if problem is None and self.size > 1:
             encoded, problem = attempt(lambda: _encoded(value))  # type: ignore[assignment]
@@ -317,7 +352,9 @@ class Ranks:
 
         if self.size > 1:
             said = _encoded((None if problem is None else _described(problem), encoded))
-            failure, answer = msgspec.msgpack.decode(self._exchange(said, decide), type=tuple[tuple[str, str] | None, bytes])
+            failure, answer = msgspec.msgpack.decode(
+                self._exchange(said, decide), type=tuple[tuple[str, str] | None, bytes]
+            )
             if problem is None and failure is not None:
                 raise error_of(*failure, PublishError)
         if problem is not None:
@@ -351,8 +388,11 @@ class Ranks:
             raise PublishError(self._lost)
         try:
             return action()
-        except (RuntimeError, ValueError) as error:  # gloo's; what was under way on other ranks cannot be known any more
-            self._lose(f"Rank {self.rank} lost the other ranks while full weights were collected: {error} {WAY_ON}")
+        except (RuntimeError, ValueError) as error:
+            # gloo's; what was under way on other ranks cannot be known any more
+            self._lose(
+                f"Rank {self.rank} lost the other ranks while full weights were collected: {error} {WAY_ON}"
+            )
             raise PublishError(self._lost) from error
 
     def _lose(self, why: str) -> None:
@@ -361,7 +401,9 @@ class Ranks:
         self.end(f"has given up. {why.replace(WAY_ON, '').strip()}")
 
     def _meet(self, store: Any) -> str:
-        """Agree with all ranks on a name for this publisher, however many of them have failed to open before."""
+        """Agree with all ranks on a name for this publisher, however many of them have failed to open
+        before.
+        """
         if self.rank:
             own = uuid.uuid4().hex
             store.set(f"ask/{self.rank}", own)
@@ -389,19 +431,21 @@ class Ranks:
             ended = [rank for rank in missing if waited_s > 0.5 and _has(left, str(self._global[rank]))]
             if ended and not any(_has(store, missing[rank]) for rank in ended):
                 raise PublishError(
-                    f"{ranks_of(ended)} ended the process before opening the publisher. Look for the error of that rank."
+                    f"{ranks_of(ended)} ended the process before opening the publisher. Look for the error "
+                    "of that rank."
                 )
             if waited_s > self._timeout_s:
                 raise PublishError(
-                    f"{ranks_of(missing)} did not open the publisher within {self._timeout_s:g} s. Make it on all ranks of "
+                    f"{ranks_of(missing)} did not open the publisher within {self._timeout_s:g} s. Make it "
+                    "on all ranks of "
                     "the group, and look for the error of the rank that did not."
                 )
 
     def _wait(self, keys: Mapping[int, str], what: str, *, bounded: bool = True) -> list[bytes]:
         """Wait for one key of each of these ranks and return their values.
 
-        `what` says what they have to do. With `bounded` a rank that lives has to be in a method of its publisher within the
-        timeout.
+        `what` says what they have to do. With `bounded` a rank that lives has to be in a method of its
+        publisher within the timeout.
 
         Raises:
             PublishError: a rank is lost, or does not come.
@@ -412,13 +456,15 @@ class Ranks:
                 if self._is_stopped:
                     raise PublishError("This process ends.")
                 ended = {rank: how for rank in missing if (how := self._end_of(rank, seen, bounded))}
-                if ended and not any(_has(store, missing[rank]) for rank in ended):  # its last words may have been this
+                # its last words may have been this
+                if ended and not any(_has(store, missing[rank]) for rank in ended):
                     rank, how = next(iter(ended.items()))
                     raise PublishError(f"Rank {rank} {how}. {WAY_ON}")
                 outside = [rank for rank in missing if rank in seen and b" in " not in seen[rank][0]]
                 if bounded and outside and waited_s > self._timeout_s:
                     raise PublishError(
-                        f"{ranks_of(outside)} lives, but did not {what} within {self._timeout_s:g} s. All ranks call the "
+                        f"{ranks_of(outside)} lives, but did not {what} within {self._timeout_s:g} s. All "
+                        "ranks call the "
                         f"same methods of their publishers, in the same order. {WAY_ON}"
                     )
             return [store.get(key) for key in keys.values()]
@@ -467,7 +513,9 @@ _LEFT = "deltasync/left"
 
 @atexit.register
 def _leave_all() -> None:
-    """Tell the others that this process ends, after its uploads were finished; also those who wait for it to open."""
+    """Tell the others that this process ends, after its uploads were finished; also those who wait for it to
+    open.
+    """
     for ranks in [*_open]:
         ranks.end(ENDED)
     if dist.is_available() and dist.is_initialized():
@@ -476,7 +524,9 @@ def _leave_all() -> None:
 
 
 def attempt(action: Callable[[], _Value]) -> tuple[_Value | None, BaseException | None]:
-    """Return the result of an action or its exception, so that the other ranks hear of it before this one raises."""
+    """Return the result of an action or its exception, so that the other ranks hear of it before this one
+    raises.
+    """
     try:
         return action(), None
     except BaseException as error:  # noqa: BLE001 - raised by `Ranks.agree`
@@ -502,7 +552,9 @@ def _missing(store: Any, keys: Mapping[int, str], what: str) -> Iterator[tuple[d
             yield missing, now_s - began_s
         if now_s - said_s > 60:
             said_s = now_s
-            logger.warning("Waiting for %s to %s, since %.0f s.", ranks_of(missing).lower(), what, now_s - began_s)
+            logger.warning(
+                "Waiting for %s to %s, since %.0f s.", ranks_of(missing).lower(), what, now_s - began_s
+            )
         time.sleep(min(0.1, max(0.0005, (now_s - began_s) / 20)))
 
 

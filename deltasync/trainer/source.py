@@ -1,9 +1,9 @@
 """The ranges of tensors that each rank of a trainer holds, and which of them it publishes.
 
-A list or a mapping keeps its tensors until `publish` returns. They are checked once: as long as names, types, dtypes, shapes
-and devices stay what they were, a publish only looks at these and at the tensors' addresses, in loops that run outside of
-Python. A generator's tensors are checked and compared as they come, because each of them may be gone when the next one is
-asked for; those of a first stream are copied.
+A list or a mapping keeps its tensors until `publish` returns. They are checked once: as long as names, types,
+dtypes, shapes and devices stay what they were, a publish only looks at these and at the tensors' addresses,
+in loops that run outside of Python. A generator's tensors are checked and compared as they come, because each
+of them may be gone when the next one is asked for; those of a first stream are copied.
 """
 
 from __future__ import annotations
@@ -62,11 +62,13 @@ _Table = dict[str, _Held]
 
 
 class Source:
-    """Turns what each rank hands over into the ranges that it publishes. Every element is published by one rank.
+    """Turns what each rank hands over into the ranges that it publishes. Every element is published by one
+    rank.
 
-    A tensor that several ranks hold whole is published by the first of them, and of equal shards the first one is. If every
-    rank hands over a module, a mapping or a list, a rank may lack tensors that others hold, such as other pipeline stages or
-    experts. From other streams, which are read once, all ranks take the same names.
+    A tensor that several ranks hold whole is published by the first of them, and of equal shards the first
+    one is. If every rank hands over a module, a mapping or a list, a rank may lack tensors that others hold,
+    such as other pipeline stages or experts. From other streams, which are read once, all ranks take the same
+    names.
 
     Args:
         ranks: The ranks.
@@ -82,12 +84,16 @@ class Source:
 
     def __init__(self, ranks: Ranks, dtype: str, specs: Mapping[str, TensorSpec] | None) -> None:
         self.specs, self._known = dict(specs or {}), specs is not None
-        self.held: list[dict[str, Range]] = [{name: (0, spec.element_count) for name, spec in self.specs.items()}]
+        self.held: list[dict[str, Range]] = [
+            {name: (0, spec.element_count) for name, spec in self.specs.items()}
+        ]
         self.devices, self.are_copies = set[torch.device](), False
         self._ranks, self._dtype = ranks, dtype
         self._table: _Table = {}  # of this rank
         if ranks.size == 1:
-            self._table = {n: _Held(spec.dtype, spec.shape, *self.held[0][n], 0) for n, spec in self.specs.items()}
+            self._table = {
+                n: _Held(spec.dtype, spec.shape, *self.held[0][n], 0) for n, spec in self.specs.items()
+            }
         # Of a stream that stays, whose parts are its tensors: names, types, ranges, looks.
         self._seen: tuple[list[str], list[type], _Ranges, Looks] | None = None
 
@@ -96,7 +102,8 @@ class Source:
 
         Raises:
             ConfigError: a tensor cannot be published from what the ranks hold; at all ranks.
-            ModelMismatchError: the ranks do not agree about the model, or it is not the channel's; at all ranks.
+            ModelMismatchError: the ranks do not agree about the model, or it is not the channel's; at all
+                ranks.
         """
         self._table, self._seen, self.devices = {}, None, set()
         parts: dict[str, TensorRange] = {}
@@ -129,7 +136,9 @@ class Source:
         self._table, mine = tables[self._ranks.rank], self.held[self._ranks.rank]
         for name, spec in self.specs.items():
             if name not in parts:  # only other ranks hold it
-                parts[name] = TensorRange(torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu"), 0, spec.shape)
+                parts[name] = TensorRange(
+                    torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu"), 0, spec.shape
+                )
             elif (parts[name].start, parts[name].stop) != mine[name]:
                 parts[name] = _nothing(parts[name])
         return {name: parts[name] for name in self.specs}
@@ -153,11 +162,14 @@ class Source:
         check_specs(self.specs, seen, "The published model")
         given, held = [*map(_GIVEN, pairs)], [held for _, held in parts]
         are_same = len(given) == len(held) and all(
-            each is of or (type(of) is TensorRange and each is of.held) for each, of in zip(held, given, strict=True)
+            each is of or (type(of) is TensorRange and each is of.held)
+            for each, of in zip(held, given, strict=True)
         )
         self._seen = None  # until the shadow has a table of these
         found = shadow.compare([name for name, _ in parts], held)
-        self._seen = ([*map(_NAME, pairs)], [*map(type, given)], _ranges(given), looks_of(held)) if are_same else None
+        self._seen = (
+            ([*map(_NAME, pairs)], [*map(type, given)], _ranges(given), looks_of(held)) if are_same else None
+        )
         return found
 
     @property
@@ -165,7 +177,9 @@ class Source:
         return "keep" if self._dtype == "fp8" else self._dtype
 
     def _opened(self, stream: Stream) -> tuple[Any, bool]:
-        """Return a stream's pairs, quantized if that is the served dtype, and whether they can be read again."""
+        """Return a stream's pairs, quantized if that is the served dtype, and whether they can be read
+        again.
+        """
         if self._is_alone and isinstance(stream, torch.nn.Module):
             check_ignored(stream)
         pairs: Any = tensors_of(stream)
@@ -179,10 +193,12 @@ class Source:
         return many and self._ranks.size == 1
 
     def _parts(self, pairs: Tensors) -> Iterator[tuple[str, TensorRange, bool]]:
-        """Yield what this rank holds of each tensor, and whether that is all of it; nothing of what another one publishes.
+        """Yield what this rank holds of each tensor, and whether that is all of it; nothing of what another
+        one publishes.
 
         Raises:
-            ModelMismatchError: a tensor occurs twice, is one that no channel carries, or was another part before.
+            ModelMismatchError: a tensor occurs twice, is one that no channel carries, or was another part
+                before.
             ConfigError: it cannot be read from here, or other processes hold other ones.
         """
         names, alone = set[str](), self._is_alone
@@ -199,30 +215,44 @@ class Source:
             if part is None:
                 assert isinstance(tensor, torch.Tensor)
                 if gathered and places(tensor) & gathered:
-                    of = f", and rank {dist.get_rank()} publishes alone. {_TOGETHER}" if alone else f". {_GATHERED}"
+                    of = (
+                        f", and rank {dist.get_rank()} publishes alone. {_TOGETHER}"
+                        if alone
+                        else f". {_GATHERED}"
+                    )
                     raise ConfigError(f"{name} is gathered by FSDP2{of}")
                 if alone:
                     check_alike(name, tensor)
                 part = TensorRange(tensor, 0, tuple(tensor.shape))
             elif before is not None and (part.start, part.stop) != (before.start, before.stop):
                 raise ModelMismatchError(
-                    f"{name} was published from element {before.start} on by this rank, and now from {part.start} on. "
+                    f"{name} was published from element {before.start} on by this rank, and now from "
+                    f"{part.start} on. "
                     f"{_GATHERED}"
                 )
             if before is None and self._table and name in self.specs:
-                raise ModelMismatchError(f"{name} was published by another rank only, and now comes from this one, too.")
+                raise ModelMismatchError(
+                    f"{name} was published by another rank only, and now comes from this one, too."
+                )
             if part.held.is_meta:
                 raise ConfigError(
-                    f"{name} is offloaded: it is on the meta device, without values. Train without offloading, or publish "
+                    f"{name} is offloaded: it is on the meta device, without values. Train without "
+                    "offloading, or publish "
                     "tensors that were gathered."
                 )
-            if before is not None and before.start < before.stop and self.held[self._ranks.rank][name] == (0, 0):
+            if (
+                before is not None
+                and before.start < before.stop
+                and self.held[self._ranks.rank][name] == (0, 0)
+            ):
                 part = _nothing(part)
             held = readable(name, part.held)
             yield name, part if held is part.held else TensorRange(held, part.start, part.shape), is_whole
 
     def _published(self, pairs: Tensors, seen: dict[str, TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what this rank publishes of the known tensors; fill `seen` with all of them, for `check_specs`."""
+        """Yield what this rank publishes of the known tensors; fill `seen` with all of them, for
+        `check_specs`.
+        """
         for name, part, _ in self._parts(pairs):
             served, spec = served_name(name, part.held.dtype, self._rule), self.specs.get(name)
             if spec is not None and (spec.dtype, spec.shape) == (served, part.shape):
@@ -236,7 +266,9 @@ class Source:
                 yield name, torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu")
 
     def _again(self, pairs: Any) -> list[torch.Tensor] | None:
-        """Return the tensors of a stream if they differ from the known ones in their addresses and bits alone."""
+        """Return the tensors of a stream if they differ from the known ones in their addresses and bits
+        alone.
+        """
         if self._seen is None or len(pairs) != len(self._seen[0]):
             return None
         try:
@@ -248,12 +280,16 @@ class Source:
         held = [each.held if type(each) is TensorRange else each for each in given]
         if looks_of(held) != self._seen[3] or not all(map(MARKS.isdisjoint, map(_DICT, held))):
             return None
-        if not all(map(torch.Tensor.data_ptr, held)) and any(each.numel() and not each.data_ptr() for each in held):
+        if not all(map(torch.Tensor.data_ptr, held)) and any(
+            each.numel() and not each.data_ptr() for each in held
+        ):
             return None  # memory was freed
         return held
 
     def _agree(self, tables: Sequence[_Table], lasts: bool) -> None:
-        """Find out who publishes what, from what each rank holds; the same at all ranks. Raises as `first`."""
+        """Find out who publishes what, from what each rank holds; the same at all ranks. Raises as
+        `first`.
+        """
         specs: dict[str, TensorSpec] = {}
         held: list[dict[str, Range]] = [{} for _ in tables]
         for name in {name: None for table in tables for name in table}:
@@ -261,7 +297,8 @@ class Source:
             if len(found) < len(tables) and not lasts:
                 without = next(rank for rank in range(len(tables)) if rank not in found)
                 raise ModelMismatchError(
-                    f"Rank {next(iter(found))} publishes {name}, and rank {without} does not. If each rank has tensors of "
+                    f"Rank {next(iter(found))} publishes {name}, and rank {without} does not. If each rank "
+                    "has tensors of "
                     "its own, hand over a module, a mapping or a list, not a generator."
                 )
             first_rank, first = next(iter(found.items()))
@@ -270,18 +307,23 @@ class Source:
             for rank, each in found.items():
                 if each[:2] != first[:2]:
                     raise ModelMismatchError(
-                        f"Rank {rank} publishes {name} as {each.dtype}{list(each.shape)}, and rank {first_rank} as "
+                        f"Rank {rank} publishes {name} as {each.dtype}{list(each.shape)}, and rank "
+                        f"{first_rank} as "
                         f"{first.dtype}{list(first.shape)}. {_LOCAL}"
                     )
                 if each.digest is not None:
                     whole = (rank, each.digest) if whole is None else whole
                     if each.digest != whole[1]:
-                        raise ConfigError(f"{name} is whole at ranks {whole[0]} and {rank}, and differs. {_LOCAL}")
+                        raise ConfigError(
+                            f"{name} is whole at ranks {whole[0]} and {rank}, and differs. {_LOCAL}"
+                        )
                 if each.start < each.stop:
                     published.setdefault((each.start, each.stop), rank)
             shards = [rank for rank, each in found.items() if each.digest is None and each.start < each.stop]
             if whole is not None and shards:
-                raise ConfigError(f"{name} is whole at rank {whole[0]}, and a shard at rank {shards[0]}. {_GATHERED}")
+                raise ConfigError(
+                    f"{name} is whole at rank {whole[0]}, and a shard at rank {shards[0]}. {_GATHERED}"
+                )
             specs[name] = TensorSpec(name, first.dtype, first.shape)
             for ranges in held:
                 ranges[name] = 0, 0
@@ -298,7 +340,10 @@ class Source:
 def digest_of(name: str, held: torch.Tensor) -> int:
     """Return the fingerprint of a whole tensor, on any device."""
     key = fingerprint.tensor_key(name)
-    return sum(native.fingerprint(key, bits_of(piece), start) for start, piece in pieces(held)) & fingerprint.MASK
+    return (
+        sum(native.fingerprint(key, bits_of(piece), start) for start, piece in pieces(held))
+        & fingerprint.MASK
+    )
 
 
 def _nothing(part: TensorRange) -> TensorRange:
@@ -310,18 +355,24 @@ def _ranges(given: Sequence[Any]) -> _Ranges:
 
 
 _GATHERED = (
-    "An evaluation leaves some parameters of FSDP2 gathered, and rounded with mixed precision: publish the module or its "
+    "An evaluation leaves some parameters of FSDP2 gathered, and rounded with mixed precision: publish the "
+    "module or its "
     "state_dict(), not named_parameters()."
 )
 _LOCAL = (
-    "If each rank has experts, layers or shards of its own, publish them by the names of the checkpoint, or as TensorRange; "
+    "If each rank has experts, layers or shards of its own, publish them by the names of the checkpoint, or "
+    "as TensorRange; "
     "if all ranks should have the same, such as a buffer, broadcast it from one."
 )
-_TOGETHER = "Publish the module from all ranks, each with Publisher(..., group=torch.distributed.group.WORLD)."
+_TOGETHER = (
+    "Publish the module from all ranks, each with Publisher(..., group=torch.distributed.group.WORLD)."
+)
 
 
 def _warn_of_rounding(given: Mapping[str, torch.dtype], table: _Table, rule: str) -> None:
-    """Warn of tensors that the model holds in a wider dtype than most, and that are published in a narrower one."""
+    """Warn of tensors that the model holds in a wider dtype than most, and that are published in a narrower
+    one.
+    """
     sizes: dict[torch.dtype, int] = {}
     for name, dtype in given.items():
         sizes[dtype] = sizes.get(dtype, 0) + math.prod(table[name].shape)
@@ -329,12 +380,14 @@ def _warn_of_rounding(given: Mapping[str, torch.dtype], table: _Table, rule: str
     rounded = [
         name
         for name, dtype in given.items()
-        if dtype.is_floating_point and dtype.itemsize > max(main.itemsize, getattr(torch, table[name].dtype).itemsize)
+        if dtype.is_floating_point
+        and dtype.itemsize > max(main.itemsize, getattr(torch, table[name].dtype).itemsize)
     ]
     if rounded:
         name = rounded[0]
         logger.warning(
-            "%d tensors are wider than the model's %s, and published in %s: %s. A server with their dtype will differ. "
+            "%d tensors are wider than the model's %s, and published in %s: %s. A server with their dtype "
+            "will differ. "
             'To publish them as they are: dtype="%s,*%s=keep" (served_dtype= of DeltaSyncCallback).',
             *(len(rounded), str(main).removeprefix("torch."), table[name].dtype, ", ".join(rounded[:5])),
             *(rule, ".".join(name.split(".")[-2:])),
@@ -359,6 +412,7 @@ def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, 
                 continue
         if len(held) == 1:
             raise ConfigError(
-                f"This rank holds only a part of {name}. Publish from all ranks, each with Publisher(..., group=group)."
+                f"This rank holds only a part of {name}. Publish from all ranks, each with Publisher(..., "
+                "group=group)."
             )
         raise ModelMismatchError(f"The ranks do not cover every element of {spec} exactly once.")

@@ -1,11 +1,12 @@
-"""What `publish` reads: names and tensors, and which part of each a process holds: all of it, a range of its elements, or
-what cannot be published from here.
+"""What `publish` reads: names and tensors, and which part of each a process holds: all of it, a range of its
+elements, or what cannot be published from here.
 
-Also FP8: `fp8_blocks` quantizes weights with a scale for each block, before they are compared. Far fewer bits change than in
-bfloat16. The layout is that of DeepSeek-V3's checkpoints, which vLLM and transformers load with `QUANTIZATION` in
-config.json: a matrix `name` becomes `name` in float8_e4m3fn and `name + "_scale_inv"` in float32, one factor for each block
-of 128 by 128 weights. Scales are powers of two: one that followed the largest weight of its block exactly would change at
-every step, and with it many values that are close to a rounding boundary.
+Also FP8: `fp8_blocks` quantizes weights with a scale for each block, before they are compared. Far fewer bits
+change than in bfloat16. The layout is that of DeepSeek-V3's checkpoints, which vLLM and transformers load
+with `QUANTIZATION` in config.json: a matrix `name` becomes `name` in float8_e4m3fn and `name + "_scale_inv"`
+in float32, one factor for each block of 128 by 128 weights. Scales are powers of two: one that followed the
+largest weight of its block exactly would change at every step, and with it many values that are close to a
+rounding boundary.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ class TensorRange:
     """A range of a checkpoint tensor, for trainers that shard in another way than those that `part_of` knows.
 
     Attributes:
-        held: The elements, row-major; any shape, device and floating dtype, may be empty. May be a wrapper subclass.
+        held: The elements, row-major; any shape, device and floating dtype, may be empty. May be a wrapper
+            subclass.
         start: Flat index of the first of them in the whole tensor.
         shape: The whole tensor's shape.
     """
@@ -49,16 +51,18 @@ class TensorRange:
 Tensor = torch.Tensor | TensorRange
 Tensors = Iterable[tuple[str, Tensor]]
 Stream = torch.nn.Module | Mapping[str, Tensor] | Tensors | Callable[[], Tensors]
-"""A module, for its `module_tensors`; a mapping of names to tensors; pairs of name and tensor; or a function that returns
-those, called when they are read.
+"""A module, for its `module_tensors`; a mapping of names to tensors; pairs of name and tensor; or a function
+that returns those, called when they are read.
 
-A mapping, its items or a list keep their tensors until the publish returns; they are compared together. Anything else, such
-as a generator, may free or overwrite a tensor as soon as the next one is asked for.
+A mapping, its items or a list keep their tensors until the publish returns; they are compared together.
+Anything else, such as a generator, may free or overwrite a tensor as soon as the next one is asked for.
 """
 
 
 def tensors_of(stream: Stream) -> Tensors:
-    """Return the stream's pairs, not yet checked (`pair_of`); raise ModelMismatchError if it has none or is none."""
+    """Return the stream's pairs, not yet checked (`pair_of`); raise ModelMismatchError if it has none or is
+    none.
+    """
     if isinstance(stream, torch.nn.Module):
         stream = module_tensors(stream)
     elif callable(stream):
@@ -82,12 +86,16 @@ _WRAPPERS = {
     "OffloadWrapper": "_checkpoint_wrapped_module",
     "OptimizedModule": "_orig_mod",
 }
-"""Classes that hold a module and add their attribute's name to the names of its tensors, which no checkpoint has."""
+"""Classes that hold a module and add their attribute's name to the names of its tensors, which no checkpoint
+has.
+"""
 
 
 def _wrapped(module: torch.nn.Module) -> str | None:
     """The attribute in which a wrapper holds its module; None for any other module."""
-    return next((_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None)
+    return next(
+        (_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None
+    )
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
@@ -98,7 +106,9 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function that removes the wrappers inside of a module from the names of its tensors and modules."""
+    """Return a function that removes the wrappers inside of a module from the names of its tensors and
+    modules.
+    """
     found = ((name, _wrapped(part)) for name, part in module.named_modules(remove_duplicate=False))
     inner = {f"{name}.{attribute}".lstrip(".") for name, attribute in found if attribute is not None}
 
@@ -110,16 +120,18 @@ def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
 
 
 def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return parameters and persistent buffers by the names of a checkpoint: without wrappers, each memory once.
+    """Return parameters and persistent buffers by the names of a checkpoint: without wrappers, each memory
+    once.
 
-    They alias the live weights. Tied ones are one parameter, or begin at one address with one dtype, shape and stride; of
-    these it is that which `from_pretrained` ties the others to, else the first. Of a
-    model that FSDP2 or ZeRO-3 shards they are this process's shards, also after an evaluation, which leaves some parameters
-    gathered.
+    They alias the live weights. Tied ones are one parameter, or begin at one address with one dtype, shape
+    and stride; of these it is that which `from_pretrained` ties the others to, else the first. Of a model
+    that FSDP2 or ZeRO-3 shards they are this process's shards, also after an evaluation, which leaves some
+    parameters gathered.
 
     Raises:
         ConfigError: FSDP1 shards a part of the module.
-        ModelMismatchError: its state_dict has a value that is no tensor, such as packed weights or an extra state.
+        ModelMismatchError: its state_dict has a value that is no tensor, such as packed weights or an extra
+            state.
     """
     for part in module.modules():
         if any(base.__name__ == "FullyShardedDataParallel" for base in type(part).__mro__):
@@ -137,7 +149,8 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     for name, value in state.items():
         if not isinstance(value, torch.Tensor):
             raise ModelMismatchError(
-                f"{name} in the module's state_dict is no tensor but a {type(value).__name__}, which no channel carries: "
+                f"{name} in the module's state_dict is no tensor but a {type(value).__name__}, which no "
+                "channel carries: "
                 "publish the pairs of name and tensor that replicas need, instead of the module."
             )
     # A state dict has detached tensors, without what frameworks have noted about parameters.
@@ -156,25 +169,33 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def stays(pairs: Tensors) -> bool:
-    """Whether a stream keeps its tensors until the publish returns (`Stream`), and each of them has its values in memory."""
+    """Whether a stream keeps its tensors until the publish returns (`Stream`), and each of them has its
+    values in memory.
+    """
     if not isinstance(pairs, ItemsView | Sequence):
         return False
     given: Iterator[Any] = (tensor for _, tensor in map(pair_of, pairs))
-    held = (tensor.held if isinstance(tensor, TensorRange) else getattr(tensor, "_local_tensor", tensor) for tensor in given)
+    held = (
+        tensor.held if isinstance(tensor, TensorRange) else getattr(tensor, "_local_tensor", tensor)
+        for tensor in given
+    )
     return not any(map(is_wrapper, held))
 
 
 def _is_marked(param: torch.nn.Parameter) -> bool:
-    """Whether a framework has noted on a parameter that processes hold different parts of it, or different ones."""
+    """Whether a framework has noted on a parameter that processes hold different parts of it, or different
+    ones.
+    """
     is_local = not getattr(param, "allreduce", True) or getattr(param, "tensor_model_parallel", False)
     return hasattr(param, "ds_id") or is_local
 
 
 def by_rows(stream: Stream) -> Callable[[], Tensors]:
-    """Return a stream in which every `DTensor` is cut by its first dimension, so that a rank's elements are a range.
+    """Return a stream in which every `DTensor` is cut by its first dimension, so that a rank's elements are a
+    range.
 
-    Tensor parallelism cuts half of its matrices by columns. Such a tensor is redistributed when it is read, which is a
-    collective: the tensors come in the same order on all ranks.
+    Tensor parallelism cuts half of its matrices by columns. Such a tensor is redistributed when it is read,
+    which is a collective: the tensors come in the same order on all ranks.
     """
 
     def cut(stream: Stream) -> Iterator[tuple[str, Tensor]]:
@@ -234,8 +255,8 @@ MARKS = frozenset(("ds_id", "_is_flat_param", "_fsdp_flattened"))
 def part_of(name: str, tensor: torch.Tensor | TensorRange) -> TensorRange | None:
     """Return the range of a tensor that this process holds as a shard; None if it holds the tensor whole.
 
-    Shards are a `TensorRange`, a `DTensor`, and parameters of DeepSpeed's ZeRO-3. Of copies over a dimension of a mesh only
-    the first one is a range, the others are empty.
+    Shards are a `TensorRange`, a `DTensor`, and parameters of DeepSpeed's ZeRO-3. Of copies over a dimension
+    of a mesh only the first one is a range, the others are empty.
 
     Raises:
         ConfigError: it is a shard that is no range, or of which this process does not know the place.
@@ -248,9 +269,15 @@ def part_of(name: str, tensor: torch.Tensor | TensorRange) -> TensorRange | None
         return _range_of_zero(name, tensor)
     if getattr(tensor, "_is_flat_param", False) or getattr(tensor, "_fsdp_flattened", False):
         raise ConfigError(f"{name} is sharded by FSDP1. {FSDP1_CURE}")
-    if tensor.shape == (0,) and tensor.is_floating_point() and dist.is_initialized() and dist.get_world_size() > 1:
+    if (
+        tensor.shape == (0,)
+        and tensor.is_floating_point()
+        and dist.is_initialized()
+        and dist.get_world_size() > 1
+    ):
         raise ConfigError(
-            f"{name} is empty in this process, as FSDP1 and ZeRO-3 leave what other processes hold. Publish the module "
+            f"{name} is empty in this process, as FSDP1 and ZeRO-3 leave what other processes hold. Publish "
+            "the module "
             "instead of its tensors; if the tensor is empty everywhere, leave it out."
         )
     return None
@@ -263,10 +290,14 @@ def check_alike(name: str, tensor: torch.Tensor) -> None:
         ConfigError: DeepSpeed or Megatron has: it is an expert, or a part of a tensor.
     """
     is_expert = getattr(tensor, "allreduce", True) is False
-    if is_expert and getattr(tensor, "group_name", "") != "ep_size_1":  # DeepSpeed's, whose experts are on all ranks
-        raise ConfigError(f"{name} belongs to an expert: other processes hold other ones under this name. {_LOCAL_CURE}")
+    # DeepSpeed's, whose experts are on all ranks
+    if is_expert and getattr(tensor, "group_name", "") != "ep_size_1":
+        raise ConfigError(
+            f"{name} belongs to an expert: other processes hold other ones under this name. {_LOCAL_CURE}"
+        )
     if getattr(tensor, "tensor_model_parallel", False):
-        megatron = sys.modules.get("megatron.core.parallel_state")  # which marks parameters also where it cuts none
+        # which marks parameters also where it cuts none
+        megatron = sys.modules.get("megatron.core.parallel_state")
         if megatron is None or megatron.get_tensor_model_parallel_world_size() > 1:
             raise ConfigError(f"{name} is a part of a tensor that tensor parallelism cuts. {_LOCAL_CURE}")
 
@@ -280,11 +311,14 @@ def check_ignored(module: torch.nn.Module) -> None:
     for part in module.modules():
         ignored = {*(getattr(part, "_ddp_params_and_buffers_to_ignore", None) or ())}
         if left := sorted(ignored & {name for name, param in part.named_parameters() if param.requires_grad}):
-            raise ConfigError(f"{left[0]} is left out of DDP, so other processes hold other values. {_LOCAL_CURE}")
+            raise ConfigError(
+                f"{left[0]} is left out of DDP, so other processes hold other values. {_LOCAL_CURE}"
+            )
 
 
 _LOCAL_CURE = (
-    "Publish from all ranks, each with Publisher(..., group=group), and give what differs the names of the checkpoint, or a "
+    "Publish from all ranks, each with Publisher(..., group=group), and give what differs the names of the "
+    "checkpoint, or a "
     "TensorRange."
 )
 
@@ -302,15 +336,17 @@ def empty_like(tensor: torch.Tensor) -> torch.Tensor:
 def _range_of_zero(name: str, param: Any) -> TensorRange:
     """The part of a ZeRO-3 parameter that this process holds. DeepSpeed itself is not imported.
 
-    ZeRO-3 cuts the flattened parameter into as many equal parts as there are processes, padded at the end. This process's
-    is in `param.ds_tensor`, in the dtype of training, also while the parameter is gathered for a layer's forward.
+    ZeRO-3 cuts the flattened parameter into as many equal parts as there are processes, padded at the end.
+    This process's is in `param.ds_tensor`, in the dtype of training, also while the parameter is gathered for
+    a layer's forward.
     """
     held, shape = param.ds_tensor, tuple(param.ds_shape)
     total = math.prod(shape)
     is_spread = held.numel() == -(-total // dist.get_world_size())
     if held.status.name != "AVAILABLE" or hasattr(held, "ds_quant_scale") or not is_spread:
         raise ConfigError(
-            f"{name} is sharded by DeepSpeed in a way that cannot be published: offloaded to NVMe, quantized, or over some "
+            f"{name} is sharded by DeepSpeed in a way that cannot be published: offloaded to NVMe, "
+            "quantized, or over some "
             "of the processes only. Use ZeRO-3 without these; offloading to the CPU is fine."
         )
     start = min(dist.get_rank() * held.numel(), total)
@@ -332,7 +368,8 @@ def _range_of_dtensor(name: str, tensor: Any) -> TensorRange:
         return nothing  # a copy
     if tuple(local.shape) != tuple(extent):
         raise ConfigError(
-            f"{name}, {list(shape)} placed as {tensor.placements}, holds {list(local.shape)} where torch's chunks have "
+            f"{name}, {list(shape)} placed as {tensor.placements}, holds {list(local.shape)} where torch's "
+            "chunks have "
             f"{extent}, so its place is not known. Cut it as torch.chunk does, or publish a TensorRange."
         )
     if 0 in extent:
@@ -340,7 +377,8 @@ def _range_of_dtensor(name: str, tensor: Any) -> TensorRange:
     leading = next((dim for dim, size in enumerate(extent) if size > 1), len(extent))
     if extent[leading + 1 :] != list(shape[leading + 1 :]):
         raise ConfigError(
-            f"{name} is placed as {tensor.placements}, so a rank's elements are no range. Publish by_rows(model), from "
+            f"{name} is placed as {tensor.placements}, so a rank's elements are no range. Publish "
+            "by_rows(model), from "
             "deltasync.trainer.stream, on all ranks: it cuts such tensors by their first dimension instead."
         )
     start = sum(at * math.prod(shape[dim + 1 :]) for dim, at in enumerate(first))
@@ -348,9 +386,11 @@ def _range_of_dtensor(name: str, tensor: Any) -> TensorRange:
 
 
 def _cuts(name: str, tensor: Any) -> list[tuple[int, int]]:
-    """The cuts that make a `DTensor`'s shard, in their order: which dimension of the mesh cuts which of the tensor.
+    """The cuts that make a `DTensor`'s shard, in their order: which dimension of the mesh cuts which of the
+    tensor.
 
-    `_StridedShard`, as FSDP2 makes it over tensor parallelism, cuts after the later dimensions of the mesh have.
+    `_StridedShard`, as FSDP2 makes it over tensor parallelism, cuts after the later dimensions of the mesh
+    have.
     """
     cuts, after = list[tuple[int, int]](), list[tuple[int, int]]()
     for at, placement in reversed([*enumerate(tensor.placements)]):
@@ -359,7 +399,8 @@ def _cuts(name: str, tensor: Any) -> list[tuple[int, int]]:
         dim = getattr(placement, "dim", None)
         if dim is None:
             raise ConfigError(
-                f"{name} is placed as {placement}: no rank holds its values. Publish tensor.redistribute(placements=...), "
+                f"{name} is placed as {placement}: no rank holds its values. Publish "
+                "tensor.redistribute(placements=...), "
                 "with Replicate() in its place, on all ranks."
             )
         dim %= tensor.ndim
@@ -369,7 +410,8 @@ def _cuts(name: str, tensor: Any) -> list[tuple[int, int]]:
             continue
         if split != math.prod(tensor.device_mesh.size(other) for other, cut in (*cuts, *after) if cut == dim):
             raise ConfigError(
-                f"{name} is placed as {tensor.placements}, which no trainer is known to do. Publish full tensors."
+                f"{name} is placed as {tensor.placements}, which no trainer is known to do. Publish full "
+                "tensors."
             )
         after.append((at, dim))
     return cuts + after
@@ -385,14 +427,21 @@ def is_range(tensor: Any) -> bool:
 
 
 def gathered_places() -> set[int]:
-    """`places` of the parameters that FSDP2 has gathered and frees again; mixed precision and float8 have rounded them."""
+    """`places` of the parameters that FSDP2 has gathered and frees again; mixed precision and float8 have
+    rounded them.
+    """
     fsdp = sys.modules.get("torch.distributed.fsdp._fully_shard._fsdp_state")
     found = set[int]()
     if fsdp is not None:
         from torch.distributed._composable_state import _module_state_mapping
 
         states = [state() for state in list(_module_state_mapping.values())]
-        groups = (group for state in states if state is not None for group in getattr(state, "_fsdp_param_groups", ()))
+        groups = (
+            group
+            for state in states
+            if state is not None
+            for group in getattr(state, "_fsdp_param_groups", ())
+        )
         for param in (param for group in groups for param in group.fsdp_params):
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None:
@@ -401,7 +450,9 @@ def gathered_places() -> set[int]:
 
 
 def places(tensor: torch.Tensor) -> set[int]:
-    """Return the addresses of the memory that a tensor's values come from, of a wrapper subclass those that it tells."""
+    """Return the addresses of the memory that a tensor's values come from, of a wrapper subclass those that
+    it tells.
+    """
     if not is_wrapper(tensor):
         return {address_of(tensor)} - {0}
     if not hasattr(tensor, "__tensor_flatten__"):
@@ -414,7 +465,9 @@ _PIECE = 1 << 20  # elements
 
 
 def pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield a tensor in flat pieces on the host, views where possible, each with the index of its first element."""
+    """Yield a tensor in flat pieces on the host, views where possible, each with the index of its first
+    element.
+    """
     if tensor.numel() <= _PIECE or tensor.is_contiguous():
         flat = tensor.detach().reshape(-1)
         for start in range(0, flat.numel(), _PIECE):
@@ -454,10 +507,18 @@ def fp8_blocks(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
         ConfigError: a tensor is a shard.
     """
     for name, tensor in named_tensors:
-        if isinstance(tensor, TensorRange) or hasattr(tensor, "placements"):  # a DTensor, whose import takes seconds
-            raise ConfigError(f"{name} is a shard, which cannot be quantized by blocks; train with DDP, or serve bfloat16.")
+        # a DTensor, whose import takes seconds
+        if isinstance(tensor, TensorRange) or hasattr(tensor, "placements"):
+            raise ConfigError(
+                f"{name} is a shard, which cannot be quantized by blocks; train with DDP, or serve bfloat16."
+            )
         tensor = readable(name, tensor)
-        if tensor.ndim != 2 or not tensor.is_floating_point() or not name.endswith(".weight") or _KEPT.search(name):
+        if (
+            tensor.ndim != 2
+            or not tensor.is_floating_point()
+            or not name.endswith(".weight")
+            or _KEPT.search(name)
+        ):
             yield name, cast(tensor, dtype_for(name, "bfloat16"))
             continue
         values, scale = quantize(tensor)
@@ -466,7 +527,9 @@ def fp8_blocks(named_tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[st
 
 
 def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return values, float8_e4m3fn of the same shape, and scales, float32[ceil(rows / 128), ceil(columns / 128)]."""
+    """Return values, float8_e4m3fn of the same shape, and scales, float32[ceil(rows / 128), ceil(columns /
+    128)].
+    """
     rows, columns = weight.shape
     padded = functional.pad(weight.detach().float(), (0, -columns % BLOCK, 0, -rows % BLOCK))
     blocks = padded.view(padded.shape[0] // BLOCK, BLOCK, padded.shape[1] // BLOCK, BLOCK)
@@ -475,5 +538,6 @@ def quantize(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     scale = torch.ldexp(torch.ones_like(mantissa), exponent - (mantissa == 0.5).int())
     scale = torch.where(mantissa == 0, torch.ones_like(scale), scale)
     scaled = blocks / scale[:, None, :, None]
-    values = torch.where(torch.isinf(scaled), math.nan, scaled).to(torch.float8_e4m3fn)  # which has no infinity
+    # which has no infinity
+    values = torch.where(torch.isinf(scaled), math.nan, scaled).to(torch.float8_e4m3fn)
     return values.reshape(padded.shape)[:rows, :columns].contiguous(), scale

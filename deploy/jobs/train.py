@@ -13,11 +13,12 @@ r"""AsyncGRPO on Wordle as a Hugging Face Job, with the replicas and the environ
         --servers https://user-replica-1.hf.space https://user-replica-2.hf.space \
         --environment https://user-wordle.hf.space --deploy /deploy
 
-deltasync is the wheel that `make dist` builds; the Hub mounts the folders `dist` and `deploy` in the job.
-TRL knows one server and no token, so the job starts a router: it shares the requests among the replicas and presents
-REPLICA_TOKEN, which is their DELTASYNC_HTTP_TOKEN, to them. All options of TRL's AsyncGRPOConfig and of DeltaSyncConfig are
-options here too. The environment's Space is a package, from which its client is installed. Elsewhere than in a job, with
-HAProxy installed: `PYTHONPATH=examples python deploy/jobs/train.py --model MODEL ...`.
+deltasync is the wheel that `make dist` builds; the Hub mounts the folders `dist` and `deploy` in the job. TRL
+knows one server and no token, so the job starts a router: it shares the requests among the replicas and
+presents REPLICA_TOKEN, which is their DELTASYNC_HTTP_TOKEN, to them. All options of TRL's AsyncGRPOConfig and
+of DeltaSyncConfig are options here too. The environment's Space is a package, from which its client is
+installed. Elsewhere than in a job, with HAProxy installed: `PYTHONPATH=examples python deploy/jobs/train.py
+--model MODEL ...`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ class ScriptArguments:
     environment: str = field(metadata={"help": "URL of the Wordle environment."})
     servers: list[str] = field(metadata={"help": "URLs of the replicas, for the router."})
     deploy: Path = field(
-        default=Path(__file__).resolve().parents[1], metadata={"help": "The folder deploy of a checkout, for its router."}
+        default=Path(__file__).resolve().parents[1],
+        metadata={"help": "The folder deploy of a checkout, for its router."},
     )
     router_port: int = 8080
 
@@ -86,7 +88,8 @@ def main() -> None:
         logging_steps=1,
         report_to="none",
         initial="auto",
-        # No replica is ready before the first version is published; a Space that sleeps, or is being built, takes its time.
+        # No replica is ready before the first version is published; a Space that sleeps, or is being built,
+        # takes its time.
         vllm_server_timeout=3600.0,
     )
     script, training, channel = parser.parse_args_and_config()

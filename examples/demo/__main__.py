@@ -1,4 +1,5 @@
-"""Train a tiny model with TRL while a real vLLM server follows its weights, and prove at the end that the bits are equal.
+"""Train a tiny model with TRL while a real vLLM server follows its weights, and prove at the end that the
+bits are equal.
 
     make demo
     python examples/demo --out demo-out     # the same, in the environment of make setup
@@ -32,7 +33,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 )
 @click.option("--steps", type=click.IntRange(min=1), default=40, help="Optimizer steps.")
 @click.option("--seed", type=int, default=0, help="Seed of model, prompts and trainer.")
-@click.option("--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Port of the server.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=0, show_default="a free one", help="Port of the server."
+)
 @click.option("--codec", type=click.Choice(CODECS), default="context", help="Encoding of the deltas.")
 @click.option(
     "--task",
@@ -43,13 +46,20 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON instead of a table.")
 @click.argument("vllm_options", nargs=-1, metavar="[-- VLLM_OPTIONS]")
 def main(
-    out: Path, steps: int, seed: int, port: int, codec: str, task: str, as_json: bool, vllm_options: tuple[str, ...]
+    out: Path,
+    steps: int,
+    seed: int,
+    port: int,
+    codec: str,
+    task: str,
+    as_json: bool,
+    vllm_options: tuple[str, ...],
 ) -> None:
     """Train a tiny model with TRL while a real vLLM follows it.
 
     This builds a tiny Qwen3, starts a real vLLM server that knows only the channel's URL, trains with TRL's
-    AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit. Both use the GPU if
-    there is one. Options of vLLM follow --.
+    AsyncGRPOTrainer, and proves that the server's live weights are the published ones, bit for bit. Both use
+    the GPU if there is one. Options of vLLM follow --.
     """
     if not hasattr(os, "sched_setaffinity"):
         raise ConfigError("The demo needs Linux, as vLLM does.")
@@ -63,7 +73,9 @@ def main(
         echo(f"[{time.monotonic() - began_s:6.1f} s] {text}", err=True)
 
     interrupt_on_sigterm()
-    summary = run(out, say, steps=steps, seed=seed, port=port, codec=codec, task=task, vllm_options=vllm_options)
+    summary = run(
+        out, say, steps=steps, seed=seed, port=port, codec=codec, task=task, vllm_options=vllm_options
+    )
     if as_json:
         echo_json(summary, indent=2)
     else:

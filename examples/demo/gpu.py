@@ -5,7 +5,9 @@ from __future__ import annotations
 import importlib.util
 
 BESIDE = ("--gpu-memory-utilization", "0.05", "--kv-cache-memory-bytes", "6G")
-"""Options with which vLLM starts on a GPU that another process uses as well: by default it takes 92 % of the memory."""
+"""Options with which vLLM starts on a GPU that another process uses as well: by default it takes 92 % of the
+memory.
+"""
 
 
 def has_gpu() -> bool:

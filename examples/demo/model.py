@@ -28,12 +28,15 @@ _IGNORE = -100  # label of a token without a loss, PyTorch's default
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return counting's tokenizer, with a token for each digit and word of the task; anything else becomes `<|unk|>`.
+    """Return counting's tokenizer, with a token for each digit and word of the task; anything else becomes
+    `<|unk|>`.
 
     Its chat template is one of TRL's, which TRL recognises by its text, and adds no system message.
     """
     vocabulary = [_PAD, _TURN_START, _TURN_END, _UNKNOWN, *_WORDS]
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=_UNKNOWN))
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token=_UNKNOWN)
+    )
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[a-z]+|[^a-z]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
@@ -66,8 +69,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return token ids and labels of counting, both (batch, length). Rows are equally long: numbers have two digits."""
+def demonstration_batch(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return token ids and labels of counting, both (batch, length). Rows are equally long: numbers have two
+    digits.
+    """
     rows, labels = [], []
     for _ in range(WARMUP_BATCH_SIZE):
         start = rng.choice(counting.FIRST_STARTS)
@@ -80,12 +87,17 @@ def demonstration_batch(tokenizer: PreTrainedTokenizerFast, rng: random.Random) 
 
 
 COUNTING = Task(
-    build_tokenizer, lambda tokenizer, rng, _: demonstration_batch(tokenizer, rng), WARMUP_STEPS, counting.training
+    build_tokenizer,
+    lambda tokenizer, rng, _: demonstration_batch(tokenizer, rng),
+    WARMUP_STEPS,
+    counting.training,
 )
 
 
 def load_task(name: str) -> Task:
-    """Return the task of this name: `counting`, or that of an installed package; ConfigError if there is none."""
+    """Return the task of this name: `counting`, or that of an installed package; ConfigError if there is
+    none.
+    """
     if name == "counting":
         return COUNTING
     try:
@@ -105,7 +117,9 @@ def warm_up(
     say: Callable[[str], None] | None = None,
     task: Task = COUNTING,
 ) -> float:
-    """Train `model` in place on demonstrations of the task's teacher; return the last loss, in nats per answer token."""
+    """Train `model` in place on demonstrations of the task's teacher; return the last loss, in nats per
+    answer token.
+    """
     rng = random.Random(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=WARMUP_LEARNING_RATE, weight_decay=0.0)
     schedule = torch.optim.lr_scheduler.OneCycleLR(
@@ -116,7 +130,9 @@ def warm_up(
     for step in range(1, task.warmup_steps + 1):
         tokens, labels = task.batch(tokenizer, rng, step)
         logits = model(input_ids=tokens).logits
-        loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE)
+        loss = functional.cross_entropy(
+            logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=_IGNORE
+        )
         torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -131,7 +147,8 @@ def warm_up(
 def build_checkpoint(
     out: Path, seed: int, say: Callable[[str], None] | None = None, task: str = "counting"
 ) -> tuple[int, float]:
-    """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM. Sets torch's global seed.
+    """Write a warmed-up bfloat16 checkpoint with tokenizer, for transformers and for vLLM. Sets torch's
+    global seed.
 
     Returns the number of parameters, and the loss at the end of the warm-up.
     """

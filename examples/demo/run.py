@@ -1,8 +1,9 @@
 """The demo: a trainer and a vLLM server that share nothing but a directory, watched and checked from outside.
 
-There are three processes. This one builds the model, starts the other two and watches. The server (`deltasync serve`) knows
-the channel's URL and nothing else. The trainer (`demo.train`) publishes to the channel and asks the server for
-completions. A task may have a fourth process, an environment, which the trainer asks for rewards.
+There are three processes. This one builds the model, starts the other two and watches. The server (`deltasync
+serve`) knows the channel's URL and nothing else. The trainer (`demo.train`) publishes to the channel and asks
+the server for completions. A task may have a fourth process, an environment, which the trainer asks for
+rewards.
 """
 
 from __future__ import annotations
@@ -40,12 +41,21 @@ Say = Callable[[str], None]
 
 
 def run(
-    out: Path, say: Say, *, steps: int, seed: int, port: int, codec: str, task: str, vllm_options: Sequence[str] = ()
+    out: Path,
+    say: Say,
+    *,
+    steps: int,
+    seed: int,
+    port: int,
+    codec: str,
+    task: str,
+    vllm_options: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Run the demo, write `summary.json` and `run.png`, and return the summary.
 
-    The options are those of `python examples/demo`; `say` is called with one line at a time. Trainer and server use the GPU
-    if there is one. If the server or the trainer ends, the error quotes the last line of its log.
+    The options are those of `python examples/demo`; `say` is called with one line at a time. Trainer and
+    server use the GPU if there is one. If the server or the trainer ends, the error quotes the last line of
+    its log.
     """
     began_s = time.monotonic()
     paths = (str(EXAMPLES), os.environ.get("PYTHONPATH"))
@@ -64,7 +74,10 @@ def run(
         save_checkpoint(out / "untrained", model, tokenizer)
         server = stack.enter_context(_server(environ, out, channel, port, vllm_options))
         place = "GPU" if gpu.has_gpu() else "CPU"
-        say(f"starting vLLM ({place}, port {port}), untrained; it knows only {channel} (log: {out / 'server.log'})")
+        say(
+            f"starting vLLM ({place}, port {port}), untrained; it knows only {channel} (log: "
+            f"{out / 'server.log'})"
+        )
         _warm_up(out, url, seed, say, lesson, tokenizer, model)
         train = [sys.executable, "-m", "demo.train", "--model", f"{out}/model", "--channel", channel]
         train += ["--server-url", url, "--steps", str(steps), "--seed", str(seed), "--task", task]
@@ -128,7 +141,8 @@ def _require_packages() -> None:
     for module in ("vllm", "trl", "aiohttp", "matplotlib"):
         if importlib.util.find_spec(module) is None:
             raise ConfigError(
-                f"The demo needs {module}. `make setup` installs it into .venv; run .venv/bin/python examples/demo."
+                f"The demo needs {module}. `make setup` installs it into .venv; run .venv/bin/python "
+                "examples/demo."
             )
 
 
@@ -149,13 +163,17 @@ def fresh(out: Path) -> Path:
             shutil.rmtree(out)
         out.mkdir(parents=True)
     except OSError as error:
-        raise ConfigError(f"{out} cannot be emptied: {error.strerror}. Is another demo running there?") from None
+        raise ConfigError(
+            f"{out} cannot be emptied: {error.strerror}. Is another demo running there?"
+        ) from None
     (out / ".deltasync-demo").touch()
     return out
 
 
 def _warm_up(out: Path, url: str, seed: int, say: Say, lesson: Task, tokenizer: Any, model: Any) -> None:
-    """Warm the model up while the server starts; write the checkpoint `model`, from which the trainer starts."""
+    """Warm the model up while the server starts; write the checkpoint `model`, from which the trainer
+    starts.
+    """
     import torch
 
     from demo.model import save_checkpoint, warm_up
@@ -174,9 +192,29 @@ def _warm_up(out: Path, url: str, seed: int, say: Say, lesson: Task, tokenizer: 
     say(f"model ready: {model.num_parameters():,} parameters, warm-up loss {loss:.3f}")
 
 
-def _server(environ: dict[str, str], out: Path, channel: str, port: int, vllm_options: Sequence[str]) -> Child:
-    command = [sys.executable, "-m", "deltasync", "serve", f"{out}/untrained", "--channel", channel, "--host", HOST]
-    command += ["--port", str(port), "--max-model-len", "512", "--max-num-seqs", "16", "--disable-uvicorn-access-log"]
+def _server(
+    environ: dict[str, str], out: Path, channel: str, port: int, vllm_options: Sequence[str]
+) -> Child:
+    command = [
+        sys.executable,
+        "-m",
+        "deltasync",
+        "serve",
+        f"{out}/untrained",
+        "--channel",
+        channel,
+        "--host",
+        HOST,
+    ]
+    command += [
+        "--port",
+        str(port),
+        "--max-model-len",
+        "512",
+        "--max-num-seqs",
+        "16",
+        "--disable-uvicorn-access-log",
+    ]
     command += ["--served-model-name", f"{out}/model"]  # as the trainer will call it
     command += [*gpu.options(gpu.has_gpu()), *vllm_options]
     env = {
@@ -195,14 +233,18 @@ def _start_environment(stack: contextlib.ExitStack, module: str, environ: dict[s
     """Start the task's server; return its URL once it answers."""
     port = free_port()
     command = [sys.executable, "-m", module, "--host", HOST, "--port", str(port)]
-    child = stack.enter_context(Child("The environment", command, environ, out / "environment.log", cores()[1]))
+    child = stack.enter_context(
+        Child("The environment", command, environ, out / "environment.log", cores()[1])
+    )
     url = f"http://{HOST}:{port}"
     child.wait_until(lambda: get_json(f"{url}/health"), ENVIRONMENT_START_S, "to start")
     return url
 
 
 def cores() -> tuple[list[int], list[int]]:
-    """The cores of the server and of the trainer: vLLM's processes spin while they wait, and would take the trainer's."""
+    """The cores of the server and of the trainer: vLLM's processes spin while they wait, and would take the
+    trainer's.
+    """
     cores = sorted(os.sched_getaffinity(0))
     half = max(1, len(cores) // 2)
     return cores[:half], cores[-half:]
@@ -244,7 +286,8 @@ def _caught_up(out: Path, url: str, server: Child) -> dict[str, Any]:
     def reached() -> bool:
         status.update(get_json(f"{url}/deltasync/status") or {})
         version = status.get("version") or 0
-        return version >= last and version == status["newest_version"]  # the final weights are a version after the last step
+        # the final weights are a version after the last step
+        return version >= last and version == status["newest_version"]
 
     server.wait_until(reached, CATCH_UP_S, f"to serve version {last}")
     return status

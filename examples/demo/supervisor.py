@@ -1,13 +1,15 @@
-"""A process that runs one command for `demo.processes.Child`, and ends all processes that the command started:
+"""A process that runs one command for `demo.processes.Child`, and ends all processes that the command
+started:
 
     python -IS supervisor.py < request
 
-It does so when the command has ended, when it gets SIGTERM, SIGINT or SIGHUP, and when its parent is gone, even by SIGKILL.
-First the command alone gets SIGTERM, so that it can take down its own children in order; what is left gets SIGTERM, then
-SIGKILL. The supervisor ends as the command did: with its exit code, or by the same signal.
+It does so when the command has ended, when it gets SIGTERM, SIGINT or SIGHUP, and when its parent is gone,
+even by SIGKILL. First the command alone gets SIGTERM, so that it can take down its own children in order;
+what is left gets SIGTERM, then SIGKILL. The supervisor ends as the command did: with its exit code, or by the
+same signal.
 
-It is a subreaper (Linux only): a descendant that loses its parent, in any session, becomes its child and is found. It
-imports nothing of the package and starts in some 30 ms.
+It is a subreaper (Linux only): a descendant that loses its parent, in any session, becomes its child and is
+found. It imports nothing of the package and starts in some 30 ms.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ def descendants(pid: int) -> list[int]:
     parents: dict[int, tuple[int, int]] = {}  # by pid: its parent, and when it began
     for entry in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError), open(f"/proc/{entry}/stat", "rb") as file:
-            # After the name, which may hold spaces and parentheses: state, parent, and 18 fields later the start.
+            # After the name, which may hold spaces and parentheses: state, parent, and 18 fields later the
+            # start.
             fields = file.read().rpartition(b")")[2].split()
             if fields[0] not in (b"Z", b"X"):
                 parents[int(entry)] = int(fields[1]), int(fields[19])
@@ -50,9 +53,13 @@ def descendants(pid: int) -> list[int]:
 
 
 class _Supervisor:
-    """See the module. `cores` may be used by all (None for all cores); `stop_s` is how long to wait after each SIGTERM."""
+    """See the module. `cores` may be used by all (None for all cores); `stop_s` is how long to wait after
+    each SIGTERM.
+    """
 
-    def __init__(self, parent: int, command: list[str], env: dict[str, str], cores: list[int] | None, stop_s: float) -> None:
+    def __init__(
+        self, parent: int, command: list[str], env: dict[str, str], cores: list[int] | None, stop_s: float
+    ) -> None:
         self._parent = parent
         self._stop_s = stop_s
         self._told_to_stop = False

@@ -1,9 +1,12 @@
-"""The task that the demo's model learns: a `Task`, and the one that comes with the demo, counting without skipping.
+"""The task that the demo's model learns: a `Task`, and the one that comes with the demo, counting without
+skipping.
 
-The user writes `count from 17`; a perfect answer is `17 18 19 20 ...`, `NUMBER_COUNT` numbers of two digits. The warm-up
-shows demonstrations of a teacher who often skips a number; reinforcement learning has to remove the skips.
+The user writes `count from 17`; a perfect answer is `17 18 19 20 ...`, `NUMBER_COUNT` numbers of two digits.
+The warm-up shows demonstrations of a teacher who often skips a number; reinforcement learning has to remove
+the skips.
 
-Nothing here imports torch, TRL or vLLM: TRL's rollout worker pickles `counting_reward` by name into a child process.
+Nothing here imports torch, TRL or vLLM: TRL's rollout worker pickles `counting_reward` by name into a child
+process.
 """
 
 from __future__ import annotations
@@ -37,9 +40,12 @@ class Task:
 
     Attributes:
         build_tokenizer: Returns the tokenizer, with a chat template whose answers TRL can parse.
-        batch: Returns token ids and labels, both (batch, length), of a step of the supervised warm-up; steps count from 1.
-        training: Returns options of TRL's `AsyncGRPOConfig` and arguments of its trainer, for a seed and environment URL.
-        environment: Module that runs as the environment's server (`--host`, `--port`, GET /health); None without one.
+        batch: Returns token ids and labels, both (batch, length), of a step of the supervised warm-up; steps
+            count from 1.
+        training: Returns options of TRL's `AsyncGRPOConfig` and arguments of its trainer, for a seed and
+            environment URL.
+        environment: Module that runs as the environment's server (`--host`, `--port`, GET /health); None
+            without one.
     """
 
     build_tokenizer: Callable[[], PreTrainedTokenizerFast]
@@ -47,7 +53,8 @@ class Task:
     warmup_steps: int  # steps of the warm-up
     training: Callable[[int, str | None], tuple[dict[str, Any], dict[str, Any]]]
     environment: str | None = None
-    token_variable: str | None = None  # environment variable with the bearer token of that server and of the trainer
+    # environment variable with the bearer token of that server and of the trainer
+    token_variable: str | None = None
 
 
 def prompt_text(start: int) -> str:
@@ -56,7 +63,9 @@ def prompt_text(start: int) -> str:
 
 
 def demonstration(start: int, rng: random.Random) -> str:
-    """Return an answer of the sloppy teacher: each number is one or (a skip) two more than the one before it."""
+    """Return an answer of the sloppy teacher: each number is one or (a skip) two more than the one before
+    it.
+    """
     numbers = [start]
     while len(numbers) < NUMBER_COUNT:
         numbers.append(numbers[-1] + (2 if rng.random() < SKIP_PROBABILITY else 1))
@@ -64,7 +73,9 @@ def demonstration(start: int, rng: random.Random) -> str:
 
 
 def prompt_dataset(seed: int, prompt_count: int = 1024) -> Dataset:
-    """Return prompts for TRL: columns `prompt`, a conversation of one user message, and `start`, for the reward function."""
+    """Return prompts for TRL: columns `prompt`, a conversation of one user message, and `start`, for the
+    reward function.
+    """
     from datasets import Dataset
 
     rng = random.Random(seed)
@@ -77,8 +88,9 @@ def prompt_dataset(seed: int, prompt_count: int = 1024) -> Dataset:
 def score(answer: str, start: int) -> float:
     """Return the fraction of numbers in `answer` that continue the count, 1.0 for the perfect answer only.
 
-    The first number is right if it equals `start`, every other one if it is one more than the number before it; a
-    skip therefore costs one number and not the rest of the answer. Missing and surplus numbers count as wrong.
+    The first number is right if it equals `start`, every other one if it is one more than the number before
+    it; a skip therefore costs one number and not the rest of the answer. Missing and surplus numbers count as
+    wrong.
     """
     # Longer digit strings cannot be right, and int() of a very long one raises.
     numbers = [int(text) if len(text) <= 3 else -1 for text in _NUMBER.findall(answer)]
@@ -86,10 +98,13 @@ def score(answer: str, start: int) -> float:
     return sum(number == previous + 1 for number, previous in pairs) / max(NUMBER_COUNT, len(numbers))
 
 
-def counting_reward(completions: Sequence[Sequence[dict[str, Any]]], start: Sequence[int], **_: Any) -> list[float]:
+def counting_reward(
+    completions: Sequence[Sequence[dict[str, Any]]], start: Sequence[int], **_: Any
+) -> list[float]:
     """Return the score of each completion, by its column `start`; a reward function in TRL's convention."""
     return [
-        score(str(completion[0].get("content") or ""), first) for completion, first in zip(completions, start, strict=True)
+        score(str(completion[0].get("content") or ""), first)
+        for completion, first in zip(completions, start, strict=True)
     ]
 
 

@@ -2,9 +2,10 @@
 
 Run: python -m demo.train --model DIR --channel URL --server-url URL --steps N --metrics FILE --published FILE
 
-A task such as Wordle plays against the server at --environment-url, whose token is in DELTASYNC_ENVIRONMENT_TOKEN;
-SSL_CERT_FILE names the authority of its certificate, if not a public one. The process's environment should contain
-HF_HUB_OFFLINE=1, and OMP_NUM_THREADS=1 if the vLLM server shares the machine.
+A task such as Wordle plays against the server at --environment-url, whose token is in
+DELTASYNC_ENVIRONMENT_TOKEN; SSL_CERT_FILE names the authority of its certificate, if not a public one. The
+process's environment should contain HF_HUB_OFFLINE=1, and OMP_NUM_THREADS=1 if the vLLM server shares the
+machine.
 """
 
 from __future__ import annotations
@@ -53,17 +54,23 @@ class MetricsFileCallback(TrainerCallback):
     ) -> None:
         """Append the line of this step; the summary at the end of training has no loss and is skipped."""
         if logs is not None and "loss" in logs:
-            line = {"step": state.global_step, "time_s": round(time.monotonic() - self._began_s, 3), "reward": None}
+            line = {
+                "step": state.global_step,
+                "time_s": round(time.monotonic() - self._began_s, 3),
+                "reward": None,
+            }
             _append(self._path, line | logs)
 
 
 class DigestsFileCallback(TrainerCallback):
-    """Writes down the sha256 of every tensor of each version, for a proof of bits without deltasync's own code.
+    """Writes down the sha256 of every tensor of each version, for a proof of bits without deltasync's own
+    code.
 
     Args:
         sync: The callback that publishes the weights, which comes before this one.
-        path: A file that gets a JSON line for each version, at the first event after the version was encoded: its record in
-            `sync.history`, and `sha256` by tensor name, of the trainer's live parameters cast to bf16 by torch.
+        path: A file that gets a JSON line for each version, at the first event after the version was encoded:
+            its record in `sync.history`, and `sha256` by tensor name, of the trainer's live parameters cast
+            to bf16 by torch.
     """
 
     def __init__(self, sync: DeltaSyncCallback, path: Path) -> None:
@@ -72,7 +79,9 @@ class DigestsFileCallback(TrainerCallback):
         self._sha256: dict[int, dict[str, str]] = {}  # by step
         self._written = 0
 
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_train_begin(
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Digest the initial weights."""
         self._digest(state.global_step, model)
 
@@ -80,7 +89,9 @@ class DigestsFileCallback(TrainerCallback):
         """Write what was encoded since the last time."""
         self.write()
 
-    def on_step_end(self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any) -> None:
+    def on_step_end(
+        self, args: Any, state: TrainerState, control: Any, model: Any = None, **kwargs: Any
+    ) -> None:
         """Digest the weights of this step."""
         self._digest(state.global_step, model)
 
@@ -95,8 +106,13 @@ class DigestsFileCallback(TrainerCallback):
         records = self._sync.history[self._written :]
         self._written += len(records)
         for record in records:
-            derived = {"changed_fraction": record.changed_fraction, "bits_per_changed": record.bits_per_changed}
-            _append(self._path, dataclasses.asdict(record) | derived | {"sha256": self._sha256.pop(record.step)})
+            derived = {
+                "changed_fraction": record.changed_fraction,
+                "bits_per_changed": record.bits_per_changed,
+            }
+            _append(
+                self._path, dataclasses.asdict(record) | derived | {"sha256": self._sha256.pop(record.step)}
+            )
 
 
 def _append(path: Path, line: dict[str, Any]) -> None:
@@ -107,7 +123,9 @@ def _append(path: Path, line: dict[str, Any]) -> None:
 def build_trainer(
     args: argparse.Namespace, callbacks: Sequence[TrainerCallback], weight_transfer: Any = None
 ) -> AsyncGRPOTrainer:
-    """Return the trainer, ready for `train()`; `weight_transfer` syncs the weights if none of the callbacks does."""
+    """Return the trainer, ready for `train()`; `weight_transfer` syncs the weights if none of the callbacks
+    does.
+    """
     trl_on_cpu.prepare()
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
 
@@ -147,17 +165,35 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m demo.train", description="Train the demo's model.")
     parser.add_argument("--model", type=Path, required=True, metavar="DIR", help="checkpoint to start from")
     parser.add_argument("--channel", required=True, metavar="URL", help="channel to publish the weights to")
-    parser.add_argument("--server-url", required=True, metavar="URL", help="the vLLM server that follows the channel")
+    parser.add_argument(
+        "--server-url", required=True, metavar="URL", help="the vLLM server that follows the channel"
+    )
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="optimizer steps (default: 40)")
     parser.add_argument(
-        "--samples", type=int, default=SAMPLES_PER_STEP, metavar="N", help=f"samples per step (default: {SAMPLES_PER_STEP})"
+        "--samples",
+        type=int,
+        default=SAMPLES_PER_STEP,
+        metavar="N",
+        help=f"samples per step (default: {SAMPLES_PER_STEP})",
     )
-    parser.add_argument("--replicas", nargs="*", metavar="URL", help="servers to wait for (default: all live replicas)")
-    parser.add_argument("--metrics", type=Path, required=True, metavar="FILE", help="file to append JSON lines to")
-    parser.add_argument("--published", type=Path, required=True, metavar="FILE", help="file for what was published")
-    parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of trainer and prompts (default: 0)")
-    parser.add_argument("--task", default="counting", metavar="NAME", help="what the model learns (default: counting)")
-    parser.add_argument("--environment-url", metavar="URL", help="the server of a task that plays against one")
+    parser.add_argument(
+        "--replicas", nargs="*", metavar="URL", help="servers to wait for (default: all live replicas)"
+    )
+    parser.add_argument(
+        "--metrics", type=Path, required=True, metavar="FILE", help="file to append JSON lines to"
+    )
+    parser.add_argument(
+        "--published", type=Path, required=True, metavar="FILE", help="file for what was published"
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="seed of trainer and prompts (default: 0)"
+    )
+    parser.add_argument(
+        "--task", default="counting", metavar="NAME", help="what the model learns (default: counting)"
+    )
+    parser.add_argument(
+        "--environment-url", metavar="URL", help="the server of a task that plays against one"
+    )
     args = parser.parse_args(argv)
     if (load_task(args.task).environment is None) != (args.environment_url is None):
         parser.error("--task wordle needs --environment-url, and counting does not take it")

@@ -3,9 +3,10 @@
     make demo-engines
     python examples/demo_engines --out demo-engines-out     # the same, in the environment of make setup
 
-TRL's AsyncGRPOTrainer trains a tiny Qwen3 and publishes 50 versions to a directory; its rollouts come from vLLM. Each
-engine was started by its own command with untrained weights and the channel's URL. At several versions the sha256 of each
-one's live tensors is compared with what the trainer wrote down; at the end each answers a prompt as transformers does.
+TRL's AsyncGRPOTrainer trains a tiny Qwen3 and publishes 50 versions to a directory; its rollouts come from
+vLLM. Each engine was started by its own command with untrained weights and the channel's URL. At several
+versions the sha256 of each one's live tensors is compared with what the trainer wrote down; at the end each
+answers a prompt as transformers does.
 """
 
 from __future__ import annotations
@@ -52,7 +53,9 @@ class Running:
             model=out / "untrained", channel=f"file://{out / 'channel'}", port=self.port, name=out / "model"
         )
         log = out / f"{engine.name.replace(' ', '-')}.log"
-        self.child = stack.enter_context(Child(f"The server of {engine.name}", line, environ, log, cores()[engine.core]))
+        self.child = stack.enter_context(
+            Child(f"The server of {engine.name}", line, environ, log, cores()[engine.core])
+        )
 
     def status(self, commits: int = 0) -> dict[str, Any] | None:
         """Its status, with its last commits; None while it does not answer."""
@@ -101,13 +104,26 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
     save_checkpoint(out / "untrained", model, tokenizer)
     with contextlib.ExitStack() as stack:
         running = [Running(engine, out, stack) for engine in engines]
-        say(f"starting {', '.join(engine.name for engine in engines)}; they know only the channel file://{out / 'channel'}")
+        say(
+            f"starting {', '.join(engine.name for engine in engines)}; they know only the channel "
+            f"file://{out / 'channel'}"
+        )
         torch.set_num_threads(1)
         loss = warm_up(model, tokenizer, seed, None, dataclasses.replace(lesson, warmup_steps=WARMUP_STEPS))
         save_checkpoint(out / "model", model, tokenizer)
-        say(f"model ready after {WARMUP_STEPS} supervised steps: {model.num_parameters():,} parameters, loss {loss:.3f}")
+        say(
+            f"model ready after {WARMUP_STEPS} supervised steps: {model.num_parameters():,} parameters, loss "
+            f"{loss:.3f}"
+        )
         train = [sys.executable, "-m", "demo.train", "--model", f"{out}/model", "--seed", str(seed)]
-        train += ["--channel", f"file://{out}/channel", "--server-url", running[0].url, "--steps", str(versions - 1)]
+        train += [
+            "--channel",
+            f"file://{out}/channel",
+            "--server-url",
+            running[0].url,
+            "--steps",
+            str(versions - 1),
+        ]
         train += ["--samples", str(SAMPLES_PER_STEP), "--replicas", *(each.url for each in running)]
         train += ["--metrics", f"{out}/metrics.jsonl", "--published", f"{out}/published.jsonl"]
         # Each step waits until all of them serve the one before, so that none takes two versions at once.
@@ -153,18 +169,28 @@ def run(out: Path, say: Talker, engines: list[Engine], versions: int, seed: int)
 
 
 def main() -> int:
-    """Run, print the table, write `summary.json` and `run.png`; 9 if any bits differ, or tokens by more than rounding."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("demo-engines-out"), help="replaced; default: demo-engines-out")
+    """Run, print the table, write `summary.json` and `run.png`; 9 if any bits differ, or tokens by more than
+    rounding.
+    """
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-engines-out"), help="replaced; default: demo-engines-out"
+    )
     parser.add_argument("--versions", type=int, default=50)
     parser.add_argument("--seed", type=int, default=0)
     others = [engine.name for engine in ENGINES[1:]]  # the first one makes the trainer's rollouts
-    parser.add_argument("--without", action="append", default=[], choices=others, help="an engine to leave out")
+    parser.add_argument(
+        "--without", action="append", default=[], choices=others, help="an engine to leave out"
+    )
     args = parser.parse_args()
     engines = [engine for engine in ENGINES if engine.name not in args.without]
     for engine in engines:
         if engine.missing is not None:
-            sys.exit(f"{engine.name} cannot be run: {engine.missing}. To leave it out: --without '{engine.name}'")
+            sys.exit(
+                f"{engine.name} cannot be run: {engine.missing}. To leave it out: --without '{engine.name}'"
+            )
     out = fresh(args.out)
     interrupt_on_sigterm()
     began_s = time.monotonic()

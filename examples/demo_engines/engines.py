@@ -1,7 +1,7 @@
 """The engines of the demo: how each is started. Everything else is the same for all of them.
 
-Each follows the channel by itself, and answers `GET /deltasync/status`, `GET /deltasync/digest` and `POST /v1/completions`.
-Another engine is another entry.
+Each follows the channel by itself, and answers `GET /deltasync/status`, `GET /deltasync/digest` and `POST
+/v1/completions`. Another engine is another entry.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ class Engine:
     """One engine."""
 
     name: str  # its name in the table and the picture
-    command: str  # its command line, with {model}, {channel}, {port}, and {name}, the model's name in its requests
-    environment: str | None  # the folder of its Python environment, and the `make` target that builds it; None for this one
+    # its command line, with {model}, {channel}, {port}, and {name}, the model's name in its requests
+    command: str
+    # the folder of its Python environment, and the `make` target that builds it; None for this one
+    environment: str | None
     variables: dict[str, str]  # environment variables of its command
     core: int  # its half of the cores: the first, or that of the trainer
 
@@ -34,7 +36,9 @@ class Engine:
 
     def line(self, **parts: object) -> tuple[list[str], dict[str, str]]:
         """Return the command line, and the environment variables to run it with."""
-        programs = Path(sys.executable).parent if self.environment is None else ROOT / self.environment / "bin"
+        programs = (
+            Path(sys.executable).parent if self.environment is None else ROOT / self.environment / "bin"
+        )
         words = shlex.split(self.command.format(**parts))
         environ = {
             **os.environ,
@@ -67,14 +71,18 @@ ENGINES = (
     ),
     Engine(
         "SGLang",
-        "python -m sglang.launch_server --model-path {model} --port {port} --served-model-name {name} --attention-backend"
-        " torch_native --sampling-backend pytorch --disable-cuda-graph --mem-fraction-static 0.5 --max-total-tokens 8192"
+        "python -m sglang.launch_server --model-path {model} --port {port} --served-model-name {name} "
+        "--attention-backend"
+        " torch_native --sampling-backend pytorch --disable-cuda-graph --mem-fraction-static 0.5 "
+        "--max-total-tokens 8192"
         " --sleep-on-idle",
         ".venv-sglang",
         {"SGLANG_USE_CPU_ENGINE": "1", "SGLANG_SET_CPU_AFFINITY": "0"},
         1,
     ),
-    Engine("MLX", "python -m mlx_plugin.server {model} --channel {channel} --port {port}", ".venv-mlx", {}, 1),
+    Engine(
+        "MLX", "python -m mlx_plugin.server {model} --channel {channel} --port {port}", ".venv-mlx", {}, 1
+    ),
     Engine(
         "torch module",
         "python examples/serve_transformers.py {model} --channel {channel} --device cpu --port {port}",

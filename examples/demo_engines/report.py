@@ -25,24 +25,31 @@ def prompt(tokenizer: Any) -> str:
 
 
 _ROUNDING = 2.0**-7
-"""Most by which a greedy token's logit is below the largest, as a part of that: one unit in the last place of bfloat16.
+"""Most by which a greedy token's logit is below the largest, as a part of that: one unit in the last place of
+bfloat16.
 
 Engines add in different orders, so where two logits are as near as that, they choose either.
 """
 
 
 def reference(out: Path, tokenizer: Any, prompt: str, answers: Mapping[str, str]) -> dict[str, Any]:
-    """Return the final weights' sha256, their greedy tokens, and whose answers are greedy too, by transformers."""
+    """Return the final weights' sha256, their greedy tokens, and whose answers are greedy too, by
+    transformers.
+    """
     replica = Replica(f"file://{out}/channel")
     version = replica.sync()
     model = AutoModelForCausalLM.from_pretrained(out / "untrained", dtype=torch.bfloat16)
     model.load_state_dict(replica.state_dict())
-    sha256 = {name: hashlib.sha256(bits_of(tensor).data).hexdigest() for name, tensor in model.state_dict().items()}
+    sha256 = {
+        name: hashlib.sha256(bits_of(tensor).data).hexdigest() for name, tensor in model.state_dict().items()
+    }
     asked = tokenizer(prompt, return_tensors="pt")
     with torch.no_grad():
         tokens = model.generate(**asked, max_new_tokens=32, do_sample=False)[0, asked["input_ids"].shape[1] :]
         model.float()  # so that the reference itself does not round
-        greedy = [name for name, text in answers.items() if _is_greedy(model, asked["input_ids"], tokenizer, text)]
+        greedy = [
+            name for name, text in answers.items() if _is_greedy(model, asked["input_ids"], tokenizer, text)
+        ]
     text = tokenizer.decode(tokens, skip_special_tokens=True)
     return {"version": version, "sha256": sha256, "text": text, "greedy": greedy}
 
@@ -75,8 +82,12 @@ def summarize(
         commits = statuses[name]["commits"]
         lags = [commit["lag_s"] for commit in commits if commit["lag_s"] is not None]
         engines[name] = {
-            "sha256_equal_at": sorted({each["version"] for each in taken if each["sha256"] == published[each["version"]]}),
-            "sha256_differs_at": sorted({each["version"] for each in taken if each["sha256"] != published[each["version"]]}),
+            "sha256_equal_at": sorted(
+                {each["version"] for each in taken if each["sha256"] == published[each["version"]]}
+            ),
+            "sha256_differs_at": sorted(
+                {each["version"] for each in taken if each["sha256"] != published[each["version"]]}
+            ),
             "versions_committed": sorted({commit["version"] for commit in commits}),
             "pause_ms": [1e3 * commit["pause_s"] for commit in commits],
             "lag_s": lags,
@@ -92,7 +103,10 @@ def summarize(
     )
     return {
         "versions_published": len(published),
-        "equal": equal and expected["version"] == last and expected["sha256"] == published[last] and bool(tokens),
+        "equal": equal
+        and expected["version"] == last
+        and expected["sha256"] == published[last]
+        and bool(tokens),
         "answer": expected["text"],
         "tokens": tokens,
         "engines": engines,
@@ -102,7 +116,9 @@ def summarize(
 def table(summary: dict[str, Any]) -> list[str]:
     """Return the summary in lines."""
     times = f"{summary['wall_s']:.0f} s, {summary['cpu_s']:.0f} s of CPU"
-    rows = [f"{summary['versions_published']} versions of one run in {times}; the answer: {summary['answer']!r}"]
+    rows = [
+        f"{summary['versions_published']} versions of one run in {times}; the answer: {summary['answer']!r}"
+    ]
     for name, each in summary["engines"].items():
         if not each["tokens_greedy"]:
             same = f"OTHER TOKENS: {each['tokens']}"
@@ -114,9 +130,14 @@ def table(summary: dict[str, Any]) -> list[str]:
         rows.append(
             f"{name:13} {len(each['versions_committed'])} versions committed; "
             f"sha256 equal at {each['sha256_equal_at']}{wrong}; {same}; "
-            f"pause p50 {np.median(each['pause_ms'] or [0]):.1f} ms, lag p50 {np.median(each['lag_s'] or [0]):.2f} s"
+            f"pause p50 {np.median(each['pause_ms'] or [0]):.1f} ms, lag p50 "
+            f"{np.median(each['lag_s'] or [0]):.2f} s"
         )
-    rows.append("all bits are equal, and all tokens greedy" if summary["equal"] else "NOT ALL BITS AND TOKENS ARE RIGHT")
+    rows.append(
+        "all bits are equal, and all tokens greedy"
+        if summary["equal"]
+        else "NOT ALL BITS AND TOKENS ARE RIGHT"
+    )
     return rows
 
 
@@ -128,17 +149,33 @@ def plot(out: Path, summary: dict[str, Any]) -> None:
     from matplotlib import pyplot
 
     names = [*summary["engines"]]
-    figure, (served, lag, pause) = pyplot.subplots(1, 3, figsize=(14, 3.6), width_ratios=[2.2, 1, 1], layout="constrained")
+    figure, (served, lag, pause) = pyplot.subplots(
+        1, 3, figsize=(14, 3.6), width_ratios=[2.2, 1, 1], layout="constrained"
+    )
     for row, each in enumerate(summary["engines"].values()):
-        served.scatter(each["versions_committed"], [row] * len(each["versions_committed"]), s=9, color="#3b6ea5")
         served.scatter(
-            each["sha256_equal_at"], [row] * len(each["sha256_equal_at"]), s=70, facecolors="none", edgecolors="#2e8b57"
+            each["versions_committed"], [row] * len(each["versions_committed"]), s=9, color="#3b6ea5"
         )
-        served.scatter(each["sha256_differs_at"], [row] * len(each["sha256_differs_at"]), s=70, marker="x", color="#c0392b")
+        served.scatter(
+            each["sha256_equal_at"],
+            [row] * len(each["sha256_equal_at"]),
+            s=70,
+            facecolors="none",
+            edgecolors="#2e8b57",
+        )
+        served.scatter(
+            each["sha256_differs_at"],
+            [row] * len(each["sha256_differs_at"]),
+            s=70,
+            marker="x",
+            color="#c0392b",
+        )
     served.set_yticks(range(len(names)), names)
     served.invert_yaxis()
     served.set_xlabel("version")
-    served.set_title("committed (dots); sha256 of all live weights equal to the trainer's (rings)", fontsize=9)
+    served.set_title(
+        "committed (dots); sha256 of all live weights equal to the trainer's (rings)", fontsize=9
+    )
     for axis, key, title in ((lag, "lag_s", "lag, encoded to served (s)"), (pause, "pause_ms", "pause (ms)")):
         axis.boxplot([each[key] for each in summary["engines"].values()], tick_labels=names, showfliers=False)
         axis.set_title(title, fontsize=9)

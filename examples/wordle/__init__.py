@@ -1,1 +1,3 @@
-"""Wordle as an environment over HTTP, in the conventions of OpenEnv: game, server, client. Needs neither torch nor vLLM."""
+"""Wordle as an environment over HTTP, in the conventions of OpenEnv: game, server, client. Needs neither
+torch nor vLLM.
+"""

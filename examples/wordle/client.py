@@ -44,7 +44,9 @@ class WordleClient:
 
     def state(self) -> protocol.WordleState:
         """The game so far. Raises as `reset`."""
-        return msgspec.convert(self._ask("GET", "/state", params={"episode_id": self._episode_id}), protocol.WordleState)
+        return msgspec.convert(
+            self._ask("GET", "/state", params={"episode_id": self._episode_id}), protocol.WordleState
+        )
 
     def close(self) -> None:
         """Close the connection; the server forgets the game when it was idle for long."""
@@ -63,13 +65,19 @@ class WordleClient:
                 break
             except httpx.ConnectError as error:  # nothing was sent, so it is safe to try again
                 if attempt == _ATTEMPTS:
-                    raise DeltaSyncError(f"The environment at {self._http.base_url} cannot be reached: {error}.") from None
+                    raise DeltaSyncError(
+                        f"The environment at {self._http.base_url} cannot be reached: {error}."
+                    ) from None
                 time.sleep(_RETRY_S * attempt)
             except httpx.HTTPError as error:
-                raise DeltaSyncError(f"The environment at {self._http.base_url} did not answer: {error!r}.") from None
+                raise DeltaSyncError(
+                    f"The environment at {self._http.base_url} did not answer: {error!r}."
+                ) from None
         if answer.is_success:
             return answer.json()
-        raise DeltaSyncError(f"The environment at {self._http.base_url} answered {answer.status_code}: {_detail(answer)}")
+        raise DeltaSyncError(
+            f"The environment at {self._http.base_url} answered {answer.status_code}: {_detail(answer)}"
+        )
 
 
 def _detail(answer: httpx.Response) -> str:
@@ -82,8 +90,8 @@ def _detail(answer: httpx.Response) -> str:
 class WordleEnvironment:
     """The client as TRL calls it: `environment_factory=functools.partial(WordleEnvironment, url, token)`.
 
-    The model guesses with the tool `guess`. TRL passes the columns of the data set to `reset`; `get_reward` is the reward of
-    the whole game.
+    The model guesses with the tool `guess`. TRL passes the columns of the data set to `reset`; `get_reward`
+    is the reward of the whole game.
     """
 
     def __init__(self, url: str, token: str | None = None) -> None:
@@ -102,8 +110,8 @@ class WordleEnvironment:
             word: The word to guess.
 
         Returns:
-            The guess again, a right letter large, one that is elsewhere in the word small, one that is not in it as a dot;
-            and "over" when the game is.
+            The guess again, a right letter large, one that is elsewhere in the word small, one that is not in
+            it as a dot; and "over" when the game is.
         """
         if self._done:
             return "over"

@@ -41,14 +41,17 @@ def _as_set(words: tuple[str, ...]) -> frozenset[str]:
 def word_list(name: str) -> WordList:
     """One of `WORD_LISTS`.
 
-    `full` is the 3,461 common English words of `words.txt`, whose head names source and licence. `reduced` is those of them
-    that have no other letters than `REDUCED_LETTERS`: few enough for a tiny model, which may guess any word of them.
+    `full` is the 3,461 common English words of `words.txt`, whose head names source and licence. `reduced` is
+    those of them that have no other letters than `REDUCED_LETTERS`: few enough for a tiny model, which may
+    guess any word of them.
     """
     text = importlib.resources.files(__package__).joinpath("words.txt").read_text(encoding="ascii")
     words = " ".join(line for line in text.splitlines() if not line.startswith("#")).split()
     if name == "full":
         return WordList(tuple(words), "".join(sorted(set().union(*words))), listed_only=True)
-    return WordList(tuple(word for word in words if set(word) <= set(REDUCED_LETTERS)), REDUCED_LETTERS, listed_only=False)
+    return WordList(
+        tuple(word for word in words if set(word) <= set(REDUCED_LETTERS)), REDUCED_LETTERS, listed_only=False
+    )
 
 
 def marks(guess: str, secret: str) -> str:
@@ -73,7 +76,8 @@ def marks(guess: str, secret: str) -> str:
 def answer(guess: str, found: str, done: bool) -> str:
     """The text for a model after a guess: its marks written with its letters, and whether the game is over.
 
-    A right letter is large, one that is elsewhere small, and one that is not in the word a dot; all dots if it was no guess.
+    A right letter is large, one that is elsewhere small, and one that is not in the word a dot; all dots if
+    it was no guess.
     """
     if not found:
         return "." * LENGTH + (" over" if done else "")
@@ -95,9 +99,9 @@ class Turn:
 class Game:
     """One game. A guess that is none of the word list's costs a turn and earns nothing.
 
-    The reward of a turn is its fraction of right letters, divided by `GUESSES`; the turns that a solution saves count as all
-    right. So the sum is between 0 and 1, grows with every letter, and is the higher the earlier the word is found. The seed
-    determines the secret.
+    The reward of a turn is its fraction of right letters, divided by `GUESSES`; the turns that a solution
+    saves count as all right. So the sum is between 0 and 1, grows with every letter, and is the higher the
+    earlier the word is found. The seed determines the secret.
     """
 
     def __init__(self, words: WordList, seed: int) -> None:

@@ -1,11 +1,14 @@
-"""The tiny model that plays: how its games are written as tokens, and the sloppy teacher of its supervised warm-up.
+"""The tiny model that plays: how its games are written as tokens, and the sloppy teacher of its supervised
+warm-up.
 
-A game is a conversation in TRL's sense. The model guesses by a tool call, the environment's answer is the tool's:
+A game is a conversation in TRL's sense. The model guesses by a tool call, the environment's answer is the
+tool's:
 
     <|user|><|end|><|assistant|><guess>stale</guess><|end|><|tool|>S..l.<|end|><|assistant|><guess>...
 
-So a guess is eight tokens, and a right letter and the next guess of its place are always as many tokens apart. The teacher
-knows the rules, but is careless in many games; reinforcement learning has to do away with carelessness.
+So a guess is eight tokens, and a right letter and the next guess of its place are always as many tokens
+apart. The teacher knows the rules, but is careless in many games; reinforcement learning has to do away with
+carelessness.
 """
 
 from __future__ import annotations
@@ -23,7 +26,8 @@ from wordle.game import LENGTH, Game, Turn, WordList, answer, word_list
 if TYPE_CHECKING:
     from datasets import Dataset
 
-CARELESS_PROBABILITY = 0.6  # how many games the teacher plays by any letters, instead of by those that the marks allow
+# how many games the teacher plays by any letters, instead of by those that the marks allow
+CARELESS_PROBABILITY = 0.6
 CAREFUL_STEPS = 120  # the first steps of the warm-up, all careful, so that there is a rule to find
 
 WARMUP_STEPS = 240
@@ -56,7 +60,10 @@ _RESPONSE_TEMPLATE = {
             "close": "</guess>",
             "repeats": True,
             "content": "text",
-            "transform": {"type": "function", "function": {"name": "guess", "arguments": {"word": "{content}"}}},
+            "transform": {
+                "type": "function",
+                "function": {"name": "guess", "arguments": {"word": "{content}"}},
+            },
         },
         "content": {"close": "<|end|>", "content": "text"},
     },
@@ -64,9 +71,13 @@ _RESPONSE_TEMPLATE = {
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Build a tokenizer with a token for each letter and mark, and a chat template with `<guess>` as the only tool."""
+    """Build a tokenizer with a token for each letter and mark, and a chat template with `<guess>` as the only
+    tool.
+    """
     vocabulary = [*_SPECIAL, *_WORDS]
-    backend = Tokenizer(models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="<|unk|>"))
+    backend = Tokenizer(
+        models.WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="<|unk|>")
+    )
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r" over|[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
@@ -79,7 +90,9 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def careful_guess(words: WordList, turns: list[Turn], rng: random.Random) -> str:
-    """Guess as the careful teacher: at each place the right letter if it was found, else one not tried there yet."""
+    """Guess as the careful teacher: at each place the right letter if it was found, else one not tried there
+    yet.
+    """
     letters = []
     for place in range(LENGTH):
         right = [turn.guess[place] for turn in turns if turn.marks[place] == "G"]
@@ -88,7 +101,9 @@ def careful_guess(words: WordList, turns: list[Turn], rng: random.Random) -> str
     return "".join(letters)
 
 
-def demonstration(rng: random.Random, careless_probability: float = CARELESS_PROBABILITY) -> list[dict[str, Any]]:
+def demonstration(
+    rng: random.Random, careless_probability: float = CARELESS_PROBABILITY
+) -> list[dict[str, Any]]:
     """A game of the teacher's, as a conversation that the chat template takes."""
     words = word_list("reduced")
     game = Game(words, rng.getrandbits(32))
@@ -96,7 +111,9 @@ def demonstration(rng: random.Random, careless_probability: float = CARELESS_PRO
     messages: list[dict[str, Any]] = [*_PROMPT]
     while not game.done:
         turn = game.guess(
-            "".join(rng.choices(words.letters, k=LENGTH)) if careless else careful_guess(words, game.turns, rng)
+            "".join(rng.choices(words.letters, k=LENGTH))
+            if careless
+            else careful_guess(words, game.turns, rng)
         )
         call = {"type": "function", "function": {"name": "guess", "arguments": {"word": turn.guess}}}
         messages += [
@@ -131,8 +148,8 @@ def demonstration_batch(
 def game_dataset(seed: int, game_count: int = 1024) -> Dataset:
     """Make games for TRL, determined by the seed.
 
-    Returns a dataset with the columns `prompt` (a conversation of one empty user message) and `seed` (of the game, which TRL
-    passes to the environment).
+    Returns a dataset with the columns `prompt` (a conversation of one empty user message) and `seed` (of the
+    game, which TRL passes to the environment).
     """
     from datasets import Dataset
 

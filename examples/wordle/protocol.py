@@ -1,4 +1,6 @@
-"""The messages between client and server: OpenEnv's requests and replies (openenv 0.10) with the fields of this game."""
+"""The messages between client and server: OpenEnv's requests and replies (openenv 0.10) with the fields of
+this game.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,8 @@ import msgspec
 
 from wordle.game import GUESSES, Game, Turn
 
-TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"  # environment variable with the bearer token of server and client
+# environment variable with the bearer token of server and client
+TOKEN_VARIABLE = "DELTASYNC_ENVIRONMENT_TOKEN"
 
 LONGEST_ID = 255
 LONGEST_GUESS = 64
@@ -27,8 +30,8 @@ class WordleObservation(msgspec.Struct):
     """An observation of a player.
 
     Attributes:
-        marks: For each letter of the guess G (right), Y (elsewhere) or X (not in the word); empty before the first guess and
-            for a guess that was none.
+        marks: For each letter of the guess G (right), Y (elsewhere) or X (not in the word); empty before the
+            first guess and for a guess that was none.
     """
 
     episode_id: str  # names the game in later requests
@@ -50,7 +53,9 @@ class WordleState(msgspec.Struct):
 
 
 class ResetRequest(msgspec.Struct):
-    """Begin a game: the same word for the same seed; `episode_id` of an earlier game begins anew in its place."""
+    """Begin a game: the same word for the same seed; `episode_id` of an earlier game begins anew in its
+    place.
+    """
 
     seed: Annotated[int, msgspec.Meta(ge=0)] | None = None
     episode_id: EpisodeId | None = None

@@ -8,8 +8,9 @@
     GET  /state      ?episode_id=...
     GET  /ws         a WebSocket with a game of its own: reset, step, state, close
 
-OpenEnv's own HTTP routes make a new environment for every request; here the id in the reply of `/reset` keeps the game.
-A request that is wrong is answered with 4xx and {"detail": one sentence}, 503 means that all games are in use.
+OpenEnv's own HTTP routes make a new environment for every request; here the id in the reply of `/reset` keeps
+the game. A request that is wrong is answered with 4xx and {"detail": one sentence}, 503 means that all games
+are in use.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ class WordleServer:
         words = word_list(settings.words)
         self._sessions = Sessions(words, settings.sessions, settings.idle_s)
         self._rules = f"Guess the secret word: {LENGTH} of the letters {words.letters}, in {GUESSES} guesses."
-        app = web.Application(client_max_size=_LARGEST_REQUEST, middlewares=[self._check_token, _say_what_is_wrong])
+        app = web.Application(
+            client_max_size=_LARGEST_REQUEST, middlewares=[self._check_token, _say_what_is_wrong]
+        )
         app.add_routes([
             web.get("/health", self._health),
             web.get("/metadata", self._metadata),
@@ -84,7 +87,9 @@ class WordleServer:
             await web.TCPSite(self._runner, settings.host, settings.port, ssl_context=context).start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(f"Port {settings.port} on {settings.host} cannot be used: {error.strerror}.") from None
+            raise ConfigError(
+                f"Port {settings.port} on {settings.host} cannot be used: {error.strerror}."
+            ) from None
         port = self._runner.addresses[0][1]
         self.url = f"http{'s' if context else ''}://{settings.host}:{port}"
         return self
@@ -100,7 +105,9 @@ class WordleServer:
             right = hmac.compare_digest(found.strip().encode("utf-8", "replace"), token.encode())
             if scheme.lower() != "bearer" or not right:
                 headers = {"WWW-Authenticate": "Bearer"}
-                return _json({"detail": "This server wants its token as a bearer token."}, status=401, headers=headers)
+                return _json(
+                    {"detail": "This server wants its token as a bearer token."}, status=401, headers=headers
+                )
         return await handler(request)
 
     async def _health(self, _: web.Request) -> web.Response:
@@ -181,7 +188,9 @@ class WordleServer:
         try:
             return self._sessions.get(episode_id)
         except KeyError:
-            raise _Refused(404, "There is no such game: it was not begun, or idle for too long.", "SESSION_ERROR") from None
+            raise _Refused(
+                404, "There is no such game: it was not begun, or idle for too long.", "SESSION_ERROR"
+            ) from None
 
 
 class _Refused(Exception):
@@ -203,11 +212,15 @@ async def _say_what_is_wrong(request: web.Request, handler: Handler) -> web.Stre
 
 
 def _error(refused: _Refused) -> str:
-    return msgspec.json.encode(protocol.Message("error", {"message": str(refused), "code": refused.code})).decode()
+    return msgspec.json.encode(
+        protocol.Message("error", {"message": str(refused), "code": refused.code})
+    ).decode()
 
 
 def _json(data: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
-    return web.Response(body=msgspec.json.encode(data), status=status, headers=headers, content_type="application/json")
+    return web.Response(
+        body=msgspec.json.encode(data), status=status, headers=headers, content_type="application/json"
+    )
 
 
 def _decode(body: bytes, kind: type[T]) -> T:
@@ -231,5 +244,7 @@ def _tls(settings: ServerSettings) -> ssl.SSLContext | None:
     try:
         context.load_cert_chain(settings.tls_cert, settings.tls_key)
     except (OSError, ssl.SSLError) as error:
-        raise ConfigError(f"{settings.tls_cert} cannot be used as a certificate with its key: {error}.") from None
+        raise ConfigError(
+            f"{settings.tls_cert} cannot be used as a certificate with its key: {error}."
+        ) from None
     return context

@@ -26,7 +26,9 @@ class Sessions:
     A game not used for `idle_s` may be given up. `clock` returns monotonic seconds.
     """
 
-    def __init__(self, words: WordList, limit: int, idle_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, words: WordList, limit: int, idle_s: float, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._words, self._limit, self._idle_s, self._clock = words, limit, idle_s, clock
         self._entries: dict[str, _Entry] = {}
 
@@ -34,7 +36,8 @@ class Sessions:
         return len(self._entries)
 
     def reset(self, episode_id: str | None, seed: int | None) -> tuple[str, Game]:
-        """Begin a game, in place of the one with this id if there is one; a new id, which nobody can guess, if it is None.
+        """Begin a game, in place of the one with this id if there is one; a new id, which nobody can guess,
+        if it is None.
 
         Raises FullError if there is no room; nothing changed.
         """
@@ -48,7 +51,9 @@ class Sessions:
         return episode_id, game
 
     def get(self, episode_id: str) -> Game:
-        """The game with this id, which counts as used now. KeyError if there is none, or it was idle for too long."""
+        """The game with this id, which counts as used now. KeyError if there is none, or it was idle for too
+        long.
+        """
         self._forget_idle()
         entry = self._entries[episode_id]
         entry.used_s = self._clock()

@@ -20,7 +20,8 @@ class ArrayTarget(MemoryTarget):
 
     Args:
         reader: The channel.
-        arrays: By tensor name: its bit patterns as signed integers of the element's width, in the tensor's shape.
+        arrays: By tensor name: its bit patterns as signed integers of the element's width, in the tensor's
+            shape.
     """
 
     def __init__(self, reader: ChannelReader, arrays: Mapping[str, np.ndarray]) -> None:

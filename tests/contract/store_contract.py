@@ -1,4 +1,5 @@
-"""What every store must do. A backend passes by subclassing `StoreContract` with a fixture `store`, empty at the start.
+"""What every store must do. A backend passes by subclassing `StoreContract` with a fixture `store`, empty at
+the start.
 
 What only some stores can do is in the classes below it.
 """
@@ -28,7 +29,23 @@ from deltasync.errors import (
 from deltasync.stores import ObjectInfo, Store
 from deltasync.stores.retries import decides
 
-BAD_KEYS = ["", "/a", "a/", "a//b", "../a", "a/../b", ".", ".a", "a/.b", "a b", "a#b", "ä", "a\n", "a\\b", "a" * 901]
+BAD_KEYS = [
+    "",
+    "/a",
+    "a/",
+    "a//b",
+    "../a",
+    "a/../b",
+    ".",
+    ".a",
+    "a/.b",
+    "a b",
+    "a#b",
+    "ä",
+    "a\n",
+    "a\\b",
+    "a" * 901,
+]
 
 _RACE = """
 import sys, time
@@ -112,8 +129,12 @@ class StoreContract:
             assert seen == [before]
             assert store.read("a/b", 1 << 30) == str(number).encode()
 
-    @pytest.mark.parametrize("error", [KeyError("x"), OSError(5, "x"), ObjectMissingError("x"), TransientStoreError("x")])
-    def test_what_a_guard_raises_passes_through_and_nothing_is_visible(self, store: Store, error: Exception) -> None:
+    @pytest.mark.parametrize(
+        "error", [KeyError("x"), OSError(5, "x"), ObjectMissingError("x"), TransientStoreError("x")]
+    )
+    def test_what_a_guard_raises_passes_through_and_nothing_is_visible(
+        self, store: Store, error: Exception
+    ) -> None:
         def guard() -> None:
             raise error
 
@@ -161,10 +182,19 @@ class StoreContract:
         "prefix", ["manifests/", "manifests/000", "mani", "manifests/0000000002.json", "nothing", "x/y"]
     )
     def test_a_prefix_is_of_the_key_not_of_path_parts(self, store: Store, prefix: str) -> None:
-        keys = ["manifests/0000000001.json", "manifests/0000000002.json", "manifests-old/1", "head.json", "x/y/z", "x/yy/z"]
+        keys = [
+            "manifests/0000000001.json",
+            "manifests/0000000002.json",
+            "manifests-old/1",
+            "head.json",
+            "x/y/z",
+            "x/yy/z",
+        ]
         for key in keys:
             store.put(key, b"")
-        assert [info.key for info in store.list(prefix)] == sorted(key for key in keys if key.startswith(prefix))
+        assert [info.key for info in store.list(prefix)] == sorted(
+            key for key in keys if key.startswith(prefix)
+        )
 
     def test_listing_several_pages(self, store: Store) -> None:
         keys = [f"many/{number:05d}" for number in range(2_500)]  # a page has a thousand
@@ -341,7 +371,9 @@ class DecidingContract:
 
 
 class SharedContract:
-    """What a store must do that other processes reach, too: `elsewhere` is its URL, and the environment that they need."""
+    """What a store must do that other processes reach, too: `elsewhere` is its URL, and the environment that
+    they need.
+    """
 
     def test_a_writer_that_is_suspended_in_its_guard_stores_nothing(
         self, store: Store, elsewhere: tuple[str, Mapping[str, str]]
@@ -349,7 +381,10 @@ class SharedContract:
         store.put("a", b"before")
         url, env = elsewhere
         process = subprocess.Popen(
-            [sys.executable, "-c", _GUARDED, url], stdout=subprocess.PIPE, text=True, env={**os.environ, **env}
+            [sys.executable, "-c", _GUARDED, url],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **env},
         )
         assert process.stdout is not None
         assert process.stdout.readline() == "looked\n"
@@ -363,7 +398,9 @@ class SharedContract:
 
 
 class RefusingContract:
-    """What a store must do that has credentials, too: a fixture `refused` is `store`, opened with some that it refuses."""
+    """What a store must do that has credentials, too: a fixture `refused` is `store`, opened with some that
+    it refuses.
+    """
 
     def test_refused_credentials_are_told_and_not_taken_for_something_else(self, refused: Store) -> None:
         calls = (

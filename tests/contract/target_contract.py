@@ -56,7 +56,9 @@ class Bench(abc.ABC):
     def follows(self) -> Follow:
         """A new loop over the engine, as after a restart of what drives it."""
         self.reader = ChannelReader(self.store)
-        settings = ReplicaSettings(replica_id="bench", poll_interval_s=0.02, adapter="policy", channel=self.store.url)
+        settings = ReplicaSettings(
+            replica_id="bench", poll_interval_s=0.02, adapter="policy", channel=self.store.url
+        )
         return Follow(self.reader, self.target(settings), settings, prefetch=False)
 
     @abc.abstractmethod
@@ -136,7 +138,8 @@ class TargetContract:
         (gap,) = (info.key for info in bench.store.inner.list(keys.VERSIONS) if "0000000003." in info.key)
         data = bench.store.inner.read(gap, 1 << 30)
         bench.store.inner.delete(gap)
-        wait_until(lambda: isinstance(_attempt(bench.follow), MissingVersionError))  # head is written behind the record
+        # head is written behind the record
+        wait_until(lambda: isinstance(_attempt(bench.follow), MissingVersionError))
         assert bench.follow.state == "failed" and bench.follow.version == 2
         assert_same_bits(bench.live(), bench.published[2])
         bench.store.inner.put(gap, data)
@@ -174,7 +177,11 @@ class TargetContract:
         assert run_id is not None
         bench.publisher.close()
         # Else it may be written after the channel is gone.
-        wait_until(lambda: [(beat.version, beat.state) for beat in heartbeat.read_all(inner, run_id)] == [(2, "serving")])
+        wait_until(
+            lambda: (
+                [(beat.version, beat.state) for beat in heartbeat.read_all(inner, run_id)] == [(2, "serving")]
+            )
+        )
         inner.delete(*[info.key for info in inner.list("")])
         if what == "foreign":
             bench.publisher = bench._publisher()
@@ -208,7 +215,9 @@ class TargetContract:
         assert bench.follow.not_ready is None and "could last be followed" in (bench.follow.error or "")
         run_id = bench.publisher.run_id
         if bench.follow._heartbeats is not None and run_id is not None:  # which go on, and say it
-            wait_until(lambda: [beat.state for beat in heartbeat.read_all(bench.store.inner, run_id)] == ["stale"])
+            wait_until(
+                lambda: [beat.state for beat in heartbeat.read_all(bench.store.inner, run_id)] == ["stale"]
+            )
         bench.follow.stop()  # while the store still hangs
 
     def test_a_commit_that_fails_leaves_the_version_before(self, bench: Bench) -> None:

@@ -1,4 +1,5 @@
-"""Every server treats the version that a request demands alike: here vLLM's, SGLang's and transformers' applications.
+"""Every server treats the version that a request demands alike: here vLLM's, SGLang's and transformers'
+applications.
 
 MLX's server runs the same table in tests/integration/test_mlx.py.
 """
@@ -105,7 +106,9 @@ def transformers(url: str, asked: Asked) -> Iterator[FastAPI]:
 
     with deltasync.follow(module, url, poll_interval_s=0.02) as following:
         following.wait(SERVED, 60)
-        manager: Any = SimpleNamespace(following=following, settings=ReplicaSettings(), model=module, shutdown=lambda: None)
+        manager: Any = SimpleNamespace(
+            following=following, settings=ReplicaSettings(), model=module, shutdown=lambda: None
+        )
         completions, others = SimpleNamespace(handle_request=handle), SimpleNamespace(handle_request=None)
         app = serve_transformers.build_server(
             manager,
@@ -146,7 +149,9 @@ def test_a_demand_is_read_or_refused(server: str, memory_url: str, publisher: Pu
 
 
 @pytest.mark.parametrize("server", SERVERS)
-def test_a_web_socket_that_demands_a_version_is_refused(server: str, memory_url: str, publisher: Publisher) -> None:
+def test_a_web_socket_that_demands_a_version_is_refused(
+    server: str, memory_url: str, publisher: Publisher
+) -> None:
     with SERVERS[server](memory_url, lambda: None) as app:
 
         @app.websocket("/v1/realtime")
@@ -164,7 +169,9 @@ def test_a_web_socket_that_demands_a_version_is_refused(server: str, memory_url:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize(("wanted", "is_refused"), [("2", True), (">=2", False), (">=latest", False), (None, False)])
+@pytest.mark.parametrize(
+    ("wanted", "is_refused"), [("2", True), (">=2", False), (">=latest", False), (None, False)]
+)
 def test_a_reply_of_transformers_is_held_to_its_demand(
     wanted: str | None, is_refused: bool, stream: bool, memory_url: str, publisher: Publisher
 ) -> None:

@@ -66,7 +66,9 @@ class TestHubStore(StoreContract, SharedContract, RefusingContract):
 
 @pytest.fixture
 def store(hub: HubServer, hub_channel: HubStore, monkeypatch: pytest.MonkeyPatch) -> HubStore:
-    """A store with a small and a large object, its tokens fetched, the counts at zero, and no patience between attempts."""
+    """A store with a small and a large object, its tokens fetched, the counts at zero, and no patience
+    between attempts.
+    """
     monkeypatch.setattr("deltasync.clouds.hub._RETRY_DELAY_S", 0.02)
     for config in CONFIG.values():
         monkeypatch.setitem(config, "client.retry_base_delay", "20ms")
@@ -82,7 +84,9 @@ def _bucket(store: HubStore) -> str:
 
 
 class TestUrl:
-    @pytest.mark.parametrize("url", ["hf://buckets/user/b", "hf://buckets/user/b.1_-x/run", "hf://buckets/u/b/a/b/c"])
+    @pytest.mark.parametrize(
+        "url", ["hf://buckets/user/b", "hf://buckets/user/b.1_-x/run", "hf://buckets/u/b/a/b/c"]
+    )
     def test_a_store_tells_the_url_it_was_opened_with(self, url: str) -> None:
         assert HubStore(url).url == HubStore(url + "/").url == url
 
@@ -131,7 +135,9 @@ class TestBucket:
         self, hub_channel: HubStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         hub.arm("create_bucket", status=403, message="Forbidden in this namespace")
-        with pytest.raises(StoreError, match=r"could not be created: .*Forbidden in this namespace") as caught:
+        with pytest.raises(
+            StoreError, match=r"could not be created: .*Forbidden in this namespace"
+        ) as caught:
             hub_channel.put("a", b"1")
         assert not isinstance(caught.value, TransientStoreError)
 
@@ -195,7 +201,9 @@ class TestRequests:
         with pytest.raises(ObjectMissingError):
             poller.read("small", 1 << 30)
 
-    def test_many_small_objects_do_not_push_out_the_one_that_is_polled(self, store: HubStore, hub: HubServer) -> None:
+    def test_many_small_objects_do_not_push_out_the_one_that_is_polled(
+        self, store: HubStore, hub: HubServer
+    ) -> None:
         keys = [f"many/{number}" for number in range(200)]
         hub.fill(store, keys, like="small")
         for key in keys:
@@ -208,7 +216,9 @@ class TestRequests:
         assert hub.counted(lambda: store.read("head.json", 1 << 30)) == {"resolve": 1}
         assert len(store._small) <= 64
 
-    def test_thousands_of_objects_are_listed_and_deleted_in_a_few(self, store: HubStore, hub: HubServer) -> None:
+    def test_thousands_of_objects_are_listed_and_deleted_in_a_few(
+        self, store: HubStore, hub: HubServer
+    ) -> None:
         keys = [f"many/{number:05d}" for number in range(2500)]
         hub.fill(store, keys, like="small")
         assert list(store.list("many/")) == [ObjectInfo(key, len(SMALL)) for key in keys]
@@ -280,7 +290,9 @@ class TestToken:
         assert fresh.read("new", 1 << 30) == b"1"
         assert (hub.requests()["read_token"], hub.requests()["write_token"]) == (2, 2)
 
-    def test_of_the_content_store_is_kept_where_the_clocks_differ(self, store: HubStore, hub: HubServer) -> None:
+    def test_of_the_content_store_is_kept_where_the_clocks_differ(
+        self, store: HubStore, hub: HubServer
+    ) -> None:
         hub.set(exp_skew_s=-7200)
         fresh = HubStore(store.url)
         for number in range(4):
@@ -307,11 +319,17 @@ HUB_FAULTS: list[dict[str, object]] = [
 
 
 def _name(fault: object) -> str:
-    return "-".join(f"{name}={value}" for name, value in fault.items()) if isinstance(fault, dict) else str(fault)
+    return (
+        "-".join(f"{name}={value}" for name, value in fault.items())
+        if isinstance(fault, dict)
+        else str(fault)
+    )
 
 
 class TestFaults:
-    """Each passes by itself when it happens once, and leaves the state that the port promises when it stays."""
+    """Each passes by itself when it happens once, and leaves the state that the port promises when it
+    stays.
+    """
 
     @pytest.mark.parametrize("fault", [*HUB_FAULTS, {"failed": "Internal error"}], ids=_name)
     def test_writing_once(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
@@ -320,7 +338,9 @@ class TestFaults:
         assert hub.requests()["batch"] == 2
         assert store.read("new", 1 << 30) == b"1"
 
-    @pytest.mark.parametrize("fault", [{"status": 503}, {"reset": True}, {"failed": "Internal error"}], ids=_name)
+    @pytest.mark.parametrize(
+        "fault", [{"status": 503}, {"reset": True}, {"failed": "Internal error"}], ids=_name
+    )
     def test_writing_always(self, store: HubStore, hub: HubServer, fault: dict[str, object]) -> None:
         hub.arm("batch", times=FOREVER, **fault)
         for key in ("small", "new"):
@@ -356,7 +376,9 @@ class TestFaults:
         store.delete("small", "missing")
         assert [info.key for info in store.list("")] == ["large"]
 
-    def test_what_was_not_deleted_is_an_error_though_the_answer_is_a_200(self, store: HubStore, hub: HubServer) -> None:
+    def test_what_was_not_deleted_is_an_error_though_the_answer_is_a_200(
+        self, store: HubStore, hub: HubServer
+    ) -> None:
         hub.arm("batch", times=FOREVER, failed="Internal error")
         with pytest.raises(TransientStoreError, match="did not delete run/a/small: Internal error"):
             store.delete("small")
@@ -400,15 +422,21 @@ class TestFaults:
         for _ in range(4):
             assert store.read("small", 1 << 30) == data
 
-    def test_a_hub_that_wants_to_be_asked_where_to_upload_is_asked(self, store: HubStore, hub: HubServer) -> None:
+    def test_a_hub_that_wants_to_be_asked_where_to_upload_is_asked(
+        self, store: HubStore, hub: HubServer
+    ) -> None:
         hub.arm("xorb", status=403)
         store.put("new", b"1")
         assert hub.requests()["grant"] == 1
         assert hub.counted(lambda: store.put("new", b"2"))["grant"] == 1
 
     @pytest.mark.parametrize("step", ["xorb", "shard"])
-    @pytest.mark.parametrize("fault", [{"status": 503}, {"reset": True}, {"reset": True, "after": True}], ids=_name)
-    def test_an_upload_is_tried_again(self, store: HubStore, hub: HubServer, step: str, fault: dict[str, object]) -> None:
+    @pytest.mark.parametrize(
+        "fault", [{"status": 503}, {"reset": True}, {"reset": True, "after": True}], ids=_name
+    )
+    def test_an_upload_is_tried_again(
+        self, store: HubStore, hub: HubServer, step: str, fault: dict[str, object]
+    ) -> None:
         hub.arm(step, **fault)
         data = os.urandom(1000)
         store.put("new", data)
@@ -429,7 +457,9 @@ class TestFaults:
         assert all(path.parent.name == "deltasync" and path.stat().st_size < 10_000 for path in left)
 
     @pytest.mark.parametrize("step", ["xorb", "shard"])
-    def test_an_upload_that_fails_leaves_what_was_there(self, store: HubStore, hub: HubServer, step: str) -> None:
+    def test_an_upload_that_fails_leaves_what_was_there(
+        self, store: HubStore, hub: HubServer, step: str
+    ) -> None:
         hub.arm(step, times=FOREVER, status=400)
         with pytest.raises(StoreError, match=r"the transfer \(write\) failed") as caught:
             store.put("small", os.urandom(1000))
@@ -448,7 +478,12 @@ class TestFaults:
         ],
     )
     def test_a_rate_limit_is_told_with_its_wait_and_nothing_is_sent_before(
-        self, store: HubStore, hub: HubServer, caplog: pytest.LogCaptureFixture, headers: dict[str, str], said: str
+        self,
+        store: HubStore,
+        hub: HubServer,
+        caplog: pytest.LogCaptureFixture,
+        headers: dict[str, str],
+        said: str,
     ) -> None:
         hub.arm("resolve", status=429, headers=headers)
         for _ in range(3):
@@ -473,7 +508,9 @@ class TestFaults:
             store.read("small", 1 << 30)
         assert not isinstance(caught.value, TransientStoreError)
 
-    def test_a_replica_of_the_hub_that_lags_shows_what_was_there_before(self, store: HubStore, hub: HubServer) -> None:
+    def test_a_replica_of_the_hub_that_lags_shows_what_was_there_before(
+        self, store: HubStore, hub: HubServer
+    ) -> None:
         """Nothing is promised about reading one's own writes; whoever needs it names digests."""
         store.put("small", b"new")
         for step in ("resolve", "tree"):
@@ -482,7 +519,9 @@ class TestFaults:
         assert list(store.list("")) == [ObjectInfo("small", len(SMALL))]
         assert store.read("small", 1 << 30) == b"new"
 
-    def test_one_404_to_a_listing_is_no_proof_that_there_is_no_bucket(self, store: HubStore, hub: HubServer) -> None:
+    def test_one_404_to_a_listing_is_no_proof_that_there_is_no_bucket(
+        self, store: HubStore, hub: HubServer
+    ) -> None:
         hub.arm("tree", status=404, message="Repository not found")
         assert [info.key for info in store.list("")] == ["large", "small"]
         hub.arm("tree", times=FOREVER, status=404, message="Repository not found")
@@ -519,7 +558,9 @@ class TestGuard:
             store.put("new", b"1", guard=lambda: None)
         assert hub.requests()["batch"] == 1
         done = "after" in fault or "empty" in fault
-        assert [info.key for info in HubStore(store.url).list("")] == ["large", "new", "small"][:: 1 if done else 2]
+        assert [info.key for info in HubStore(store.url).list("")] == ["large", "new", "small"][
+            :: 1 if done else 2
+        ]
 
     def test_the_bytes_are_there_when_the_guard_is_asked(self, store: HubStore, hub: HubServer) -> None:
         seen: list[dict[str, int]] = []
@@ -527,7 +568,9 @@ class TestGuard:
         store.put("new", b"1", guard=lambda: seen.append(hub.requests()))
         (before,) = seen
         assert "batch" not in before and before["shard"] == 1
-        assert {step: count for step, count in hub.requests().items() if before.get(step) != count} == {"batch": 1}
+        assert {step: count for step, count in hub.requests().items() if before.get(step) != count} == {
+            "batch": 1
+        }
 
     def test_nothing_is_named_if_the_guard_raises(self, store: HubStore, hub: HubServer) -> None:
         def guard() -> None:
@@ -549,7 +592,9 @@ class TestGuard:
         assert hub.requests()["batch"] == 1
 
     @pytest.mark.parametrize("status", [301, 307, 308])
-    def test_a_bucket_that_was_moved_is_not_followed(self, store: HubStore, hub: HubServer, status: int) -> None:
+    def test_a_bucket_that_was_moved_is_not_followed(
+        self, store: HubStore, hub: HubServer, status: int
+    ) -> None:
         hub.arm("batch", status=status, headers={"Location": f"{hub.endpoint}/api/buckets/user/other/batch"})
         with pytest.raises(StoreError, match="was moved") as refused:
             store.put("new", b"1", guard=lambda: None)
@@ -562,7 +607,9 @@ class TestGuard:
             store.put("new", b"1", guard=lambda: None)
         assert not isinstance(refused.value, TransientStoreError)
 
-    def test_a_bucket_that_is_deleted_meanwhile_is_created_by_the_next_one(self, store: HubStore, hub: HubServer) -> None:
+    def test_a_bucket_that_is_deleted_meanwhile_is_created_by_the_next_one(
+        self, store: HubStore, hub: HubServer
+    ) -> None:
         def guard() -> None:
             huggingface_hub.HfApi(endpoint=hub.endpoint).delete_bucket(_bucket(store))
 
@@ -635,12 +682,17 @@ def test_what_is_used_of_the_clients_beside_their_interface_is_what_it_was() -> 
 PRIVATE = {
     "huggingface_hub": {"get_session", "constants"},
     "huggingface_hub.utils": {"parse_ratelimit_headers", "build_hf_headers"},
-    "huggingface_hub.errors": {"HfHubHTTPError", "OfflineModeIsEnabled", "HFValidationError", "LocalEntryNotFoundError"},
+    "huggingface_hub.errors": {
+        "HfHubHTTPError",
+        "OfflineModeIsEnabled",
+        "HFValidationError",
+        "LocalEntryNotFoundError",
+    },
     "hf_xet": {"SKIP_SHA256", "XetConfig", "XetFileInfo", "XetSession"},
 }
-"""What stores and checkpoints use of the Hub's clients. Only the errors, `get_session` and `build_hf_headers` are in
-huggingface_hub's reference; hf_xet has none. Beside these: the base class of `HfHubHTTPError`, the settings of `CONFIG`, and
-the socket in a response's `network_stream`."""
+"""What stores and checkpoints use of the Hub's clients. Only the errors, `get_session` and `build_hf_headers`
+are in huggingface_hub's reference; hf_xet has none. Beside these: the base class of `HfHubHTTPError`, the
+settings of `CONFIG`, and the socket in a response's `network_stream`."""
 
 
 def test_each_thing_that_is_used_of_the_clients_is_known_and_there_and_bounded() -> None:
@@ -653,12 +705,18 @@ def test_each_thing_that_is_used_of_the_clients_is_known_and_there_and_bounded()
                 used.setdefault(str(node.module), set()).update(
                     alias.name for alias in node.names if alias.name not in public
                 )
-            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "hf_xet":
+            elif (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id == "hf_xet"
+            ):
                 used["hf_xet"].add(node.attr)
     assert used == PRIVATE
     for module, names in PRIVATE.items():
         assert all(hasattr(importlib.import_module(module), name) for name in names)
-    bounds = {wanted.name: wanted.specifier for wanted in map(Requirement, metadata.requires("deltasync") or [])}
+    bounds = {
+        wanted.name: wanted.specifier for wanted in map(Requirement, metadata.requires("deltasync") or [])
+    }
     for name in ("huggingface_hub", "hf_xet"):
         assert not bounds[name].contains("99"), f"{name} has no upper bound"
 
@@ -720,8 +778,10 @@ def test_parent_and_forked_children_use_one_store(hub: HubServer, hub_url: str) 
 def test_importing_the_store_asks_nobody(tmp_path: Path) -> None:
     """Neither does opening one; and a channel's other stores do not need its clients."""
     code = (
-        "import sys, deltasync.stores; assert 'hf_xet' not in sys.modules and 'huggingface_hub' not in sys.modules;"
-        "from deltasync.clouds.hub import HubStore; HubStore('hf://buckets/user/b/run'); assert 'torch' not in sys.modules"
+        "import sys, deltasync.stores; assert 'hf_xet' not in sys.modules and 'huggingface_hub' not in "
+        "sys.modules;"
+        "from deltasync.clouds.hub import HubStore; HubStore('hf://buckets/user/b/run'); assert 'torch' not "
+        "in sys.modules"
     )
     environment = os.environ | {"HF_ENDPOINT": "http://127.0.0.1:9"}
     subprocess.run([sys.executable, "-W", "error", "-c", code], env=environment, check=True, timeout=60)

@@ -68,7 +68,10 @@ class TestWatch:
             stored = time.perf_counter()
             told.after(count)
             latencies.append(told.times_s[-1] - stored)
-        print(f"told {1000 * sorted(latencies)[10]:.2f} ms after the write returned, at most {1000 * max(latencies):.2f} ms")
+        print(
+            f"told {1000 * sorted(latencies)[10]:.2f} ms after the write returned, at most "
+            f"{1000 * max(latencies):.2f} ms"
+        )
         assert max(latencies) < 1.0
         assert told.count == 21
 
@@ -85,7 +88,9 @@ class TestWatch:
             assert info is not None
             hub.reset()
             assert reader.read(info.key, 3, info) == data
-            assert hub.requests() == {"reconstruction": 1, "data": 1} | ({"read_token": 1} if data == b"old" else {})
+            assert hub.requests() == {"reconstruction": 1, "data": 1} | (
+                {"read_token": 1} if data == b"old" else {}
+            )
 
     def test_deleting_is_not_told(self, store: HubStore, told: Told) -> None:
         store.delete(HEAD)
@@ -94,7 +99,9 @@ class TestWatch:
         assert told.stored == [None, ObjectInfo(HEAD, 1)]
 
     @pytest.mark.parametrize("do", ["drop", "reconnect"])
-    def test_a_broken_stream_is_taken_up_where_it_ended(self, store: HubStore, told: Told, hub: HubServer, do: str) -> None:
+    def test_a_broken_stream_is_taken_up_where_it_ended(
+        self, store: HubStore, told: Told, hub: HubServer, do: str
+    ) -> None:
         assert hub.tell_listeners(_bucket(store), do) == 1
         told.after(1)  # once connected again, for whatever may have been missed
         assert told.watch.live
@@ -102,7 +109,9 @@ class TestWatch:
         store.put(HEAD, b"1")
         told.after(count)
 
-    def test_while_there_is_no_connection_it_is_not_live(self, store: HubStore, told: Told, hub: HubServer) -> None:
+    def test_while_there_is_no_connection_it_is_not_live(
+        self, store: HubStore, told: Told, hub: HubServer
+    ) -> None:
         hub.arm("events", times=2, status=503)
         hub.tell_listeners(_bucket(store), "drop")
         wait_until(lambda: not told.watch.live)

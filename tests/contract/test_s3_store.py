@@ -239,11 +239,15 @@ class TestCredentials:
             open_store(url).read("a", 1 << 30)
         assert fault.hits == 1
 
-    def test_keys_of_the_environment_come_before_its_profile(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_keys_of_the_environment_come_before_its_profile(
+        self, proxied: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("AWS_PROFILE", "no such profile")
         assert open_store(proxied.url).read("a", 1 << 30) == b"one"
 
-    def test_an_unknown_profile_is_told(self, proxied: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_an_unknown_profile_is_told(
+        self, proxied: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         self._profile(monkeypatch, tmp_path)
         with pytest.raises(ConfigError, match=r"'play' gives no credentials"):
             open_store(f"{proxied.url}&profile=play").read("a", 1 << 30)
@@ -261,7 +265,9 @@ class TestCredentials:
     @staticmethod
     def _profile(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         (folder / "config").write_text("[profile work]\nregion = eu-west-3\n")
-        (folder / "credentials").write_text("[work]\naws_access_key_id = profilekey\naws_secret_access_key = s\n")
+        (folder / "credentials").write_text(
+            "[work]\naws_access_key_id = profilekey\naws_secret_access_key = s\n"
+        )
         monkeypatch.setenv("AWS_CONFIG_FILE", str(folder / "config"))
         monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(folder / "credentials"))
 
@@ -275,7 +281,9 @@ class TestEndpoint:
         open_store(f"s3://{s3_bucket}/a").create("b", b"1")
         assert open_store(s3_server.url(s3_bucket, "a")).read("b", 1 << 30) == b"1"
 
-    def test_the_url_comes_before_the_environment(self, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_url_comes_before_the_environment(
+        self, proxied: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
         assert open_store(proxied.url).read("a", 1 << 30) == b"one"
 
@@ -283,7 +291,9 @@ class TestEndpoint:
         with pytest.raises(StoreError, match="does not speak TLS at this port"):
             open_store(proxied.url.replace("http:", "https:")).read("a", 1 << 30)
 
-    @pytest.mark.parametrize(("port", "said"), [(1, r"refused at http://127\.0\.0\.1:1\)"), (None, "timed out")])
+    @pytest.mark.parametrize(
+        ("port", "said"), [(1, r"refused at http://127\.0\.0\.1:1\)"), (None, "timed out")]
+    )
     def test_a_server_that_does_not_answer_is_told(
         self, s3_env: object, monkeypatch: pytest.MonkeyPatch, port: int | None, said: str
     ) -> None:
@@ -317,13 +327,21 @@ NAMED = [
 
 
 class TestErrors:
-    @pytest.mark.parametrize(("action", "kind", "said"), NAMED, ids=lambda value: str(getattr(value, "name", ""))[:40])
+    @pytest.mark.parametrize(
+        ("action", "kind", "said"), NAMED, ids=lambda value: str(getattr(value, "name", ""))[:40]
+    )
     @pytest.mark.parametrize("verb", ["create", "put", "read", "read_range", "list", "delete"])
     def test_what_the_store_answers_is_told_by_its_kind_and_a_sentence(
         self, proxy: FaultProxy, proxied: Store, verb: str, action: Action, kind: type[StoreError], said: str
     ) -> None:
         proxy.strike(action, times=FOREVER)
-        arguments = {"create": ("b", b"1"), "put": ("a", b"1"), "read": ("a", 1), "read_range": ("a", 0, 1), "list": ("",)}
+        arguments = {
+            "create": ("b", b"1"),
+            "put": ("a", b"1"),
+            "read": ("a", 1),
+            "read_range": ("a", 0, 1),
+            "list": ("",),
+        }
         with pytest.raises(StoreError) as failure:
             result = getattr(proxied, verb)(*arguments.get(verb, ("a",)))
             list(result)
@@ -334,15 +352,21 @@ class TestErrors:
         assert failure.value.__cause__ is None
 
     @pytest.mark.parametrize("code", [501, 507])
-    def test_what_a_server_will_never_do_is_not_transient(self, proxy: FaultProxy, proxied: Store, code: int) -> None:
+    def test_what_a_server_will_never_do_is_not_transient(
+        self, proxy: FaultProxy, proxied: Store, code: int
+    ) -> None:
         proxy.strike(status(code), times=FOREVER)
         with pytest.raises(StoreError, match=f"answered {code}") as failure:
             proxied.put("b", b"1")
         assert type(failure.value) is StoreError
 
-    @pytest.mark.parametrize("action", [status(503), status(500), status(429), status(408)], ids=lambda action: action.name)
+    @pytest.mark.parametrize(
+        "action", [status(503), status(500), status(429), status(408)], ids=lambda action: action.name
+    )
     @pytest.mark.parametrize("verb", ["create", "read"])
-    def test_the_client_itself_tries_three_times(self, proxy: FaultProxy, proxied: Store, verb: str, action: Action) -> None:
+    def test_the_client_itself_tries_three_times(
+        self, proxy: FaultProxy, proxied: Store, verb: str, action: Action
+    ) -> None:
         proxy.strike(action, times=2)
         if verb == "create":
             proxied.create("b", b"1")
@@ -350,7 +374,9 @@ class TestErrors:
             assert proxied.read("a", 1 << 30) == b"one"
         assert len(proxy.exchanges) == 3
 
-    def test_a_conflict_with_a_concurrent_create_is_worth_another_try(self, proxy: FaultProxy, proxied: Store) -> None:
+    def test_a_conflict_with_a_concurrent_create_is_worth_another_try(
+        self, proxy: FaultProxy, proxied: Store
+    ) -> None:
         proxy.strike(s3_error(409, "ConditionalRequestConflict"), "PUT")
         with pytest.raises(TransientStoreError, match="another request was writing it"):
             proxied.create("b", b"1")
@@ -362,7 +388,9 @@ class TestErrors:
             proxied.create("b", b"1")
         assert proxied.read("b", 1 << 30) == b"1"
 
-    def test_a_body_that_breaks_off_is_taken_up_where_it_ended(self, proxy: FaultProxy, proxied: Store) -> None:
+    def test_a_body_that_breaks_off_is_taken_up_where_it_ended(
+        self, proxy: FaultProxy, proxied: Store
+    ) -> None:
         data = bytes(range(256)) * 4096
         proxied.create("b", data)
         proxy.exchanges.clear()
@@ -397,11 +425,15 @@ class TestErrors:
 
 
 class TestListing:
-    def test_a_server_that_repeats_its_token_is_not_listed_for_ever(self, proxy: FaultProxy, proxied: Store) -> None:
+    def test_a_server_that_repeats_its_token_is_not_listed_for_ever(
+        self, proxy: FaultProxy, proxied: Store
+    ) -> None:
         facts = "<LastModified>2026-01-01T00:00:00Z</LastModified><ETag>x</ETag><Size>1</Size>"
         entry = f"<Contents><Key>run/a</Key>{facts}</Contents>"
         again = "<IsTruncated>true</IsTruncated><NextContinuationToken>same</NextContinuationToken>"
-        proxy.strike(status(200, f"<ListBucketResult>{again}{entry}</ListBucketResult>".encode()), "GET", times=10**6)
+        proxy.strike(
+            status(200, f"<ListBucketResult>{again}{entry}</ListBucketResult>".encode()), "GET", times=10**6
+        )
         with pytest.raises(StoreError, match="listing repeats itself"):
             list(proxied.list(""))
 
@@ -425,19 +457,29 @@ class TestListing:
         self, s3_server: MotoServer, s3_bucket: str, key: str, prefix: str, caplog: pytest.LogCaptureFixture
     ) -> None:
         store = open_store(s3_server.url(s3_bucket))
-        names = ["head.json", "versions/0000000/a", "versions/0000000/b", "versions/0000001/c", "versions/0000002/d/e"]
+        names = [
+            "head.json",
+            "versions/0000000/a",
+            "versions/0000000/b",
+            "versions/0000001/c",
+            "versions/0000002/d/e",
+        ]
         for name in names:
             store.put(name, b"1")
         s3_server.client.put_object(Bucket=s3_bucket, Key=f"run/{key}", Body=b"x")
         for _ in range(2):
-            assert [info.key for info in store.list(prefix)] == [name for name in names if name.startswith(prefix)]
+            assert [info.key for info in store.list(prefix)] == [
+                name for name in names if name.startswith(prefix)
+            ]
         assert caplog.text.count("It is passed over") == key.startswith(prefix)
         s3_server.client.delete_object(Bucket=s3_bucket, Key=f"run/{key}")
 
     def test_one_that_cannot_be_passed_over_is_named(self, s3_server: MotoServer, s3_bucket: str) -> None:
         store = open_store(s3_server.url(s3_bucket))
         s3_server.client.put_object(Bucket=s3_bucket, Key="run/compactions/x\x01y", Body=b"x")
-        with pytest.raises(StoreError, match=r"the key 'run/compactions/x.*y', which cannot be listed: delete or rename it"):
+        with pytest.raises(
+            StoreError, match=r"the key 'run/compactions/x.*y', which cannot be listed: delete or rename it"
+        ):
             list(store.list("compactions/"))
         s3_server.client.delete_object(Bucket=s3_bucket, Key="run/compactions/x\x01y")
 
@@ -479,11 +521,16 @@ class TestForgottenConnections:
 class TestRenewal:
     """Credentials that were refused are read again by the next attempt."""
 
-    def test_of_keys_in_the_environment(self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-        proxy.strike(s3_error(403, "ExpiredToken"), header=("Authorization", "Credential=testkey/"), times=FOREVER)
+    def test_of_keys_in_the_environment(
+        self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        proxy.strike(
+            s3_error(403, "ExpiredToken"), header=("Authorization", "Credential=testkey/"), times=FOREVER
+        )
         calls: list[tuple[Callable[[], object], list[type[StoreError]]]] = [
             (lambda: proxied.read("a", 3), [TransientStoreError, StoreError, StoreError]),
-            (lambda: proxied.put("a", b"two", guard=lambda: None), [StoreError, StoreError]),  # its probe was the first
+            # its probe was the first
+            (lambda: proxied.put("a", b"two", guard=lambda: None), [StoreError, StoreError]),
         ]
         for call, kinds in calls:
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testkey")
@@ -494,13 +541,19 @@ class TestRenewal:
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")
             call()
 
-    def test_of_a_profile(self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def test_of_a_profile(
+        self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ) -> None:
         TestCredentials._profile(monkeypatch, tmp_path)
         store = open_store(f"{proxied.url}&profile=work")
-        proxy.strike(s3_error(400, "InvalidToken"), header=("Authorization", "Credential=profilekey/"), times=FOREVER)
+        proxy.strike(
+            s3_error(400, "InvalidToken"), header=("Authorization", "Credential=profilekey/"), times=FOREVER
+        )
         with pytest.raises(StoreError, match="not valid: renew"):
             store.read("a", 3)
-        (tmp_path / "credentials").write_text("[work]\naws_access_key_id = renewed\naws_secret_access_key = s\n")
+        (tmp_path / "credentials").write_text(
+            "[work]\naws_access_key_id = renewed\naws_secret_access_key = s\n"
+        )
         assert store.read("a", 3) == b"one"
 
     def test_a_publisher_and_a_replica_go_on(
@@ -512,7 +565,9 @@ class TestRenewal:
             publisher.publish(weights.items()).wait(60)
             replica = Replica(url)
             replica.sync()
-            proxy.strike(s3_error(400, "ExpiredToken"), header=("Authorization", "Credential=testkey/"), times=FOREVER)
+            proxy.strike(
+                s3_error(400, "ExpiredToken"), header=("Authorization", "Credential=testkey/"), times=FOREVER
+            )
             weights["w"][3] = 1
             with pytest.raises(DeltaSyncError):
                 publisher.publish(weights.items()).wait(60)
@@ -527,10 +582,17 @@ class TestRenewal:
 
     @pytest.mark.parametrize("code", ["ExpiredToken", "InvalidAccessKeyId"])
     def test_the_attempt_that_follows_at_once_takes_keys_that_are_there_already(
-        self, proxy: FaultProxy, s3_server: MotoServer, s3_bucket: str, monkeypatch: pytest.MonkeyPatch, code: str
+        self,
+        proxy: FaultProxy,
+        s3_server: MotoServer,
+        s3_bucket: str,
+        monkeypatch: pytest.MonkeyPatch,
+        code: str,
     ) -> None:
         weights = {"w": torch.zeros(64, dtype=torch.bfloat16)}
-        with Publisher(s3_server.url(s3_bucket, endpoint=proxy.url), retries=1, retry_delay_s=0.01) as publisher:
+        with Publisher(
+            s3_server.url(s3_bucket, endpoint=proxy.url), retries=1, retry_delay_s=0.01
+        ) as publisher:
             publisher.publish(weights.items()).wait(60)
             proxy.strike(s3_error(403, code), header=("Authorization", "Credential=testkey/"), times=FOREVER)
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "renewed")  # by whoever renews it, before it is missed
@@ -541,11 +603,19 @@ class TestRenewal:
 class TestGuard:
     """Of a guarded put one request makes the object visible, and nobody repeats it."""
 
-    LOST = (status(503), status(500), status(429, retry_after_s=1), s3_error(409, "OperationAborted"), reset())
+    LOST = (
+        status(503),
+        status(500),
+        status(429, retry_after_s=1),
+        s3_error(409, "OperationAborted"),
+        reset(),
+    )
 
     @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
     @pytest.mark.parametrize("action", LOST, ids=lambda action: action.name)
-    def test_a_put_that_fails_is_not_repeated(self, proxy: FaultProxy, proxied: Store, action: Action, after: bool) -> None:
+    def test_a_put_that_fails_is_not_repeated(
+        self, proxy: FaultProxy, proxied: Store, action: Action, after: bool
+    ) -> None:
         proxy.strike(action, "PUT", after=after)
         with pytest.raises(TransientStoreError):
             proxied.put("b", b"1", guard=lambda: None)
@@ -575,7 +645,9 @@ class TestGuard:
             proxied.put("b", b"1", guard=guard)
         assert proxy.count("PUT") == 0
 
-    def test_the_connection_is_open_before_the_guard_is_asked(self, proxy: FaultProxy, proxied: Store) -> None:
+    def test_the_connection_is_open_before_the_guard_is_asked(
+        self, proxy: FaultProxy, proxied: Store
+    ) -> None:
         opened: set[int] = set()
         warm = 0
         for key in "bcdef":
@@ -603,14 +675,18 @@ class TestGuard:
 class TestProbe:
     KEY = "probe/000001-9f8e7d6c"
 
-    def test_a_server_that_ignores_preconditions_is_found_out(self, proxy: FaultProxy, proxied: Store) -> None:
+    def test_a_server_that_ignores_preconditions_is_found_out(
+        self, proxy: FaultProxy, proxied: Store
+    ) -> None:
         assert decides(proxied, self.KEY)
         fault = proxy.strike(ignored("If-None-Match"), "PUT", times=FOREVER)
         assert not decides(proxied, self.KEY)
         assert fault.hits == 2
         assert [info.key for info in proxied.list("")] == ["a"]
 
-    @pytest.mark.parametrize("action", [s3_error(501, "NotImplemented"), s3_error(400, "InvalidArgument"), status(405)])
+    @pytest.mark.parametrize(
+        "action", [s3_error(501, "NotImplemented"), s3_error(400, "InvalidArgument"), status(405)]
+    )
     def test_so_is_one_that_refuses_them(self, proxy: FaultProxy, proxied: Store, action: Action) -> None:
         proxy.strike(action, "PUT", header=("If-None-Match", "."), times=FOREVER)
         assert not decides(proxied, self.KEY)
@@ -630,13 +706,15 @@ class TestProbe:
         self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         monkeypatch.setattr("deltasync.stores.retries._CHANGE_S", 0.01)
-        limited = proxy.strike(status(429), "PUT", header=("If-None-Match", "."), times=3)  # with the client's own attempts
+        # with the client's own attempts
+        limited = proxy.strike(status(429), "PUT", header=("If-None-Match", "."), times=3)
         assert decides(proxied, self.KEY)
         assert limited.hits == 3
         proxy.strike(status(429), "PUT", header=("If-None-Match", "."), times=6)
         with pytest.raises(TransientStoreError):
             decides(proxied, self.KEY)
-        assert decides(proxied, self.KEY)  # with the same key, also where something is left of the test before
+        # with the same key, also where something is left of the test before
+        assert decides(proxied, self.KEY)
 
     @pytest.mark.parametrize("skip", [False, True], ids=["first", "second"])
     def test_a_lost_reply_is_no_proof_against_it(self, proxy: FaultProxy, proxied: Store, skip: bool) -> None:
@@ -646,7 +724,9 @@ class TestProbe:
         assert decides(proxied, self.KEY)
 
     @pytest.mark.parametrize("action", [flipped(), shortened(), empty()], ids=lambda action: action.name)
-    def test_a_damaged_answer_is_no_proof_against_it(self, proxy: FaultProxy, proxied: Store, action: Action) -> None:
+    def test_a_damaged_answer_is_no_proof_against_it(
+        self, proxy: FaultProxy, proxied: Store, action: Action
+    ) -> None:
         fault = proxy.strike(action, "GET")
         assert decides(proxied, self.KEY)
         assert fault.hits == 1
@@ -659,7 +739,9 @@ class TestProbe:
 class TestBounds:
     """Nothing that a server says of a size is believed."""
 
-    @pytest.mark.parametrize("announced", [b"3\r\nTransfer-Encoding: chunked", b"99999999999999"], ids=["less", "more"])
+    @pytest.mark.parametrize(
+        "announced", [b"3\r\nTransfer-Encoding: chunked", b"99999999999999"], ids=["less", "more"]
+    )
     def test_a_body_without_end_is_given_up(self, s3_env: object, announced: bytes) -> None:
         chunked = b"chunked" in announced
         piece = bytes(1 << 16)
@@ -676,7 +758,8 @@ class TestConnections:
         for _ in range(10):
             proxied.put("b", b"1")
             assert proxied.read("b", 1) == b"1"
-        # A request may come before the client has put the last one's connection back, and then opens one more.
+        # A request may come before the client has put the last one's connection back, and then opens one
+        # more.
         assert len({exchange.connection for exchange in proxy.exchanges}) <= 4
 
     def test_one_that_the_server_has_closed_is_no_error(self, proxy: FaultProxy, proxied: Store) -> None:
@@ -702,9 +785,13 @@ class TestRequests:
     def test_a_redirect_to_another_host_is_followed_without_credentials(
         self, proxy: FaultProxy, proxied: Store, s3_server: MotoServer, s3_bucket: str
     ) -> None:
-        presigned = s3_server.client.generate_presigned_url("get_object", Params={"Bucket": s3_bucket, "Key": "run/a"})
+        presigned = s3_server.client.generate_presigned_url(
+            "get_object", Params={"Bucket": s3_bucket, "Key": "run/a"}
+        )
         with FaultProxy(s3_server.endpoint) as network:
-            moved = Reply(302, [("Location", presigned.replace(s3_server.endpoint, network.url))], b"").with_body(b"")
+            moved = Reply(
+                302, [("Location", presigned.replace(s3_server.endpoint, network.url))], b""
+            ).with_body(b"")
             proxy.strike(Action("moved", reply=moved), "GET", times=2)
             signed = network.strike(status(500), header=("Authorization", "."), times=FOREVER)
             assert proxied.read("a", 1 << 30) == b"one"
@@ -729,7 +816,9 @@ class TestRequests:
         ]
         assert limits == ["30s", "30s", "2m", "15m", "15m"]
 
-    def test_asking_for_what_is_not_there_is_one_small_request(self, proxy: FaultProxy, proxied: Store) -> None:
+    def test_asking_for_what_is_not_there_is_one_small_request(
+        self, proxy: FaultProxy, proxied: Store
+    ) -> None:
         with pytest.raises(ObjectMissingError):
             proxied.read("versions/0000012/0000012346.000003-9f8e7d6c.safetensors", 1 << 20)
         (exchange,) = proxy.exchanges
@@ -744,14 +833,18 @@ class TestRequests:
         open_store(s3_server.url(s3_bucket, "")).create("a/b", b"1")
         assert open_store(s3_server.url(s3_bucket, "a")).read("b", 1 << 30) == b"1"
 
-    def test_channels_beside_each_other_see_only_their_own(self, s3_server: MotoServer, s3_bucket: str) -> None:
+    def test_channels_beside_each_other_see_only_their_own(
+        self, s3_server: MotoServer, s3_bucket: str
+    ) -> None:
         stores = [open_store(s3_server.url(s3_bucket, prefix)) for prefix in ("run", "run2", "run/2")]
         for store in stores:
             store.create("a", b"1")
         assert [info.key for info in stores[1].list("")] == ["a"]
         assert [info.key for info in stores[2].list("")] == ["a"]
 
-    def test_an_empty_object_in_place_of_the_prefix_is_not_listed(self, s3_server: MotoServer, s3_bucket: str) -> None:
+    def test_an_empty_object_in_place_of_the_prefix_is_not_listed(
+        self, s3_server: MotoServer, s3_bucket: str
+    ) -> None:
         s3_server.client.put_object(Bucket=s3_bucket, Key="run/", Body=b"")
         assert list(open_store(s3_server.url(s3_bucket)).list("")) == []
 
@@ -785,7 +878,9 @@ print(found, store.read("a", 1 << 30))
 
 
 class TestProcesses:
-    def test_opening_a_store_asks_nothing_and_needs_no_credentials(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_opening_a_store_asks_nothing_and_needs_no_credentials(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.delenv("AWS_ACCESS_KEY_ID", raising=False)
         assert open_store("s3://bkt/a?endpoint=http://127.0.0.1:1").url.startswith("s3://")
 
@@ -799,7 +894,11 @@ class TestProcesses:
     @pytest.mark.parametrize("parent_uses", ["after", "before", "memory"])
     def test_a_forked_child_works_or_says_why_not(self, proxied: Store, parent_uses: str) -> None:
         done = subprocess.run(
-            [sys.executable, "-c", _FORKED, proxied.url, parent_uses], capture_output=True, text=True, timeout=60, check=True
+            [sys.executable, "-c", _FORKED, proxied.url, parent_uses],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
         )
         if parent_uses == "after":
             assert done.stdout == "b'one' b'one'\n"

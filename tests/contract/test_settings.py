@@ -1,6 +1,8 @@
-"""Settings with a mistake: one sentence that names what is wrong, from every command and every call, and no second attempt.
+"""Settings with a mistake: one sentence that names what is wrong, from every command and every call, and no
+second attempt.
 
-Those of the environment are refused before the first request. What only the server can know is told at its first answer.
+Those of the environment are refused before the first request. What only the server can know is told at its
+first answer.
 """
 
 from __future__ import annotations
@@ -27,7 +29,10 @@ _AZ = {"AZURE_STORAGE_ACCOUNT_NAME": "account", "AZURE_STORAGE_ACCOUNT_KEY": "a2
 _GS = {"GOOGLE_SERVICE_ACCOUNT_KEY": '{"gcs_base_url":"http://127.0.0.1:9","disable_oauth":true}'}
 
 S3 = [
-    *(("AWS_ENDPOINT_URL", value) for value in ("localhost:9000", "", " ", "http://127.0.0.1:9 ", "http://a b", "minio")),
+    *(
+        ("AWS_ENDPOINT_URL", value)
+        for value in ("localhost:9000", "", " ", "http://127.0.0.1:9 ", "http://a b", "minio")
+    ),
     *(
         ("AWS_ENDPOINT_URL", value)
         for value in ("http://host:99999", "http://host:port", "ftp://host", "http://", "http://h\n")
@@ -64,7 +69,10 @@ GS = [
 ]
 HUB = [
     *(("HF_TOKEN", value) for value in ("", "hf_good\n", "hf_good ", "hf_go od", "hf_good\u200b")),
-    *(("HF_ENDPOINT", value) for value in ("", "hf-mirror.example", "https://host\n", "https://host ", "https://host:x")),
+    *(
+        ("HF_ENDPOINT", value)
+        for value in ("", "hf-mirror.example", "https://host\n", "https://host ", "https://host:x")
+    ),
     ("SSL_CERT_FILE", "/nowhere.pem"),
 ]
 URLS = {
@@ -139,7 +147,13 @@ def test_a_variable_of_a_cloud(
         monkeypatch.setenv(other, text)
     monkeypatch.setenv(name, value)
     # What the client itself refuses is told with the group of variables.
-    said = name if not value.startswith(("{", "not base64")) else "GOOGLE_" if url.startswith("gs") else "AZURE_STORAGE_"
+    said = (
+        name
+        if not value.startswith(("{", "not base64"))
+        else "GOOGLE_"
+        if url.startswith("gs")
+        else "AZURE_STORAGE_"
+    )
     _check(url, said, ConfigError, caplog)
 
 
@@ -172,7 +186,11 @@ def test_an_option_of_a_url(
 
 @pytest.mark.parametrize("said", LATER)
 def test_what_the_server_tells(
-    said: str, s3_server: MotoServer, s3_bucket: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    said: str,
+    s3_server: MotoServer,
+    s3_bucket: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     for name, value in KEYS.items():
         monkeypatch.setenv(name, value)
@@ -181,7 +199,11 @@ def test_what_the_server_tells(
 
 @pytest.mark.parametrize(
     ("token", "said"),
-    [("hf_wrong", "does not accept the token"), ("hf_expired", "has expired"), ("hf_readonly", "lacks a right")],
+    [
+        ("hf_wrong", "does not accept the token"),
+        ("hf_expired", "has expired"),
+        ("hf_readonly", "lacks a right"),
+    ],
 )
 def test_a_token_that_the_hub_refuses(
     token: str, said: str, hub: HubServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -198,7 +220,8 @@ def test_a_token_that_the_hub_refuses(
 
 
 @pytest.mark.parametrize(
-    ("url", "variables"), [("az://bkt/run", "AZURE_STORAGE_"), ("gs://bkt/run", "GOOGLE_"), ("s3://bkt/run", "AWS_")]
+    ("url", "variables"),
+    [("az://bkt/run", "AZURE_STORAGE_"), ("gs://bkt/run", "GOOGLE_"), ("s3://bkt/run", "AWS_")],
 )
 def test_no_credentials_at_all(
     url: str, variables: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture

@@ -61,7 +61,8 @@ class TestPortableFileStore(StoreContract, DecidingSharedContract):
         for key in keys:
             store.put(key, b"x")
 
-    @pytest.mark.parametrize("key", ["missing", "a/missing", "a"])  # what lies below a file is missing to Windows alone
+    # what lies below a file is missing to Windows alone
+    @pytest.mark.parametrize("key", ["missing", "a/missing", "a"])
     def test_reading_what_is_not_there(self, store: Store, key: str) -> None:
         super().test_reading_what_is_not_there(store, key)
 
@@ -100,7 +101,9 @@ class TestFileStore(StoreContract, DecidingSharedContract):
             stop.set()
             looker.join()
         assert listed <= keys
-        assert {path.name for path in (tmp_path / "folder").iterdir()} == {key.removeprefix("folder/") for key in keys}
+        assert {path.name for path in (tmp_path / "folder").iterdir()} == {
+            key.removeprefix("folder/") for key in keys
+        }
 
     def test_what_a_killed_writer_left_behind_is_not_listed(self, tmp_path: Path) -> None:
         store = open_store(f"file://{tmp_path}")
@@ -109,7 +112,9 @@ class TestFileStore(StoreContract, DecidingSharedContract):
         assert [info.key for info in store.list("")] == ["folder/a"]
 
     @pytest.mark.parametrize("step", ["fsync", "link"])
-    def test_a_create_that_fails_leaves_nothing(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    def test_a_create_that_fails_leaves_nothing(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+    ) -> None:
         store = open_store(f"file://{tmp_path}")
         store.put("folder/before", b"1")
 
@@ -141,9 +146,13 @@ class TestFileStore(StoreContract, DecidingSharedContract):
             with pytest.raises(StoreError, match=words) as caught:
                 store.put("folder/a", b"2")
         assert type(caught.value) is kind
-        assert store.read("folder/a", 9) == b"1" and [path.name for path in (tmp_path / "folder").iterdir()] == ["a"]
+        assert store.read("folder/a", 9) == b"1" and [
+            path.name for path in (tmp_path / "folder").iterdir()
+        ] == ["a"]
 
-    def test_a_put_waits_for_a_reader_that_has_the_file_open(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_put_waits_for_a_reader_that_has_the_file_open(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         replace, refusals = os.replace, [PermissionError(errno.EACCES, "Permission denied")] * 2
 
         def refuse(*arguments: Any, **options: Any) -> None:
@@ -155,7 +164,9 @@ class TestFileStore(StoreContract, DecidingSharedContract):
         RetryStore(open_store(f"file://{tmp_path}"), 2, 0.001).put("a", b"1")
         assert (tmp_path / "a").read_bytes() == b"1"
 
-    def test_a_file_that_is_open_elsewhere_is_deleted_later(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_that_is_open_elsewhere_is_deleted_later(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store = open_store(f"file://{tmp_path}")
         store.put("folder/a", b"1")
         with monkeypatch.context() as patch:
@@ -211,7 +222,9 @@ class TestFileStore(StoreContract, DecidingSharedContract):
         assert replica.sync() == 2 and torch.equal(replica.state_dict()["weight"], weights["weight"])
 
     @pytest.mark.parametrize("grace_s", [0.0, 3600.0])
-    def test_gc_deletes_the_files_of_a_dead_writer_and_tools_see_them(self, tmp_path: Path, grace_s: float) -> None:
+    def test_gc_deletes_the_files_of_a_dead_writer_and_tools_see_them(
+        self, tmp_path: Path, grace_s: float
+    ) -> None:
         url = f"file://{tmp_path}/run"
         with Publisher(url) as publisher:
             publisher.publish({"weight": torch.ones(8)}.items()).wait(60)
@@ -223,7 +236,9 @@ class TestFileStore(StoreContract, DecidingSharedContract):
         reader = ChannelReader(open_store(url))
         assert ops.check(reader).garbage_objects == 2
         unfinished = [finding for finding in examine(reader, parameters=1e9) if finding.check == "unfinished"]
-        assert [(finding.state, finding.found[:17]) for finding in unfinished] == [("warning", "2 temporary files")]
+        assert [(finding.state, finding.found[:17]) for finding in unfinished] == [
+            ("warning", "2 temporary files")
+        ]
         found = ops.gc(reader, grace_s=grace_s)
         assert [info.key for info in found.objects] == (names[:1] if grace_s else sorted(names, reverse=True))
         assert [path.name for path in (tmp_path / "run").rglob("*.tmp")] == (names[1:] if grace_s else [])
@@ -284,7 +299,9 @@ class TestFileStore(StoreContract, DecidingSharedContract):
         assert [info.key for info in store.list("")] == ["folder/a"]
 
     @pytest.mark.parametrize("kind", ["fifo", "socket", "device"])
-    def test_what_is_no_ordinary_file_is_not_read(self, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_is_no_ordinary_file_is_not_read(
+        self, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store = open_store(f"file://{tmp_path}")
         path = tmp_path / "head.json"
         with contextlib.ExitStack() as stack:
@@ -303,15 +320,20 @@ class TestFileStore(StoreContract, DecidingSharedContract):
             assert not isinstance(refused.value, ObjectMissingError)
             assert list(store.list("")) == []
 
-    def test_a_file_that_grows_while_it_is_read_is_bounded(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_file_that_grows_while_it_is_read_is_bounded(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store = open_store(f"file://{tmp_path}")
         (tmp_path / "a").write_bytes(b"x" * 1_000_000)
-        monkeypatch.setattr(os, "fstat", lambda _: os.stat_result((stat.S_IFREG | 0o644, *[0] * 9)))  # 0 bytes so far
+        # 0 bytes so far
+        monkeypatch.setattr(os, "fstat", lambda _: os.stat_result((stat.S_IFREG | 0o644, *[0] * 9)))
         with pytest.raises(CorruptDataError, match="may have 0 at most"):
             store.read("a", 0)
         assert len(store.read("a", 10)) == 1
 
-    def test_new_folders_are_synced_up_to_the_root(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_new_folders_are_synced_up_to_the_root(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         synced: list[str] = []
 
         def fsync(descriptor: int) -> None:
@@ -329,7 +351,8 @@ class TestFileStore(StoreContract, DecidingSharedContract):
         assert [path for path in found if path in expected] == expected
         assert os.path.ismount(found[found.index("/new/run") - 1])
         synced.clear()
-        open_store(f"file://{tmp_path}/new/run").create("a/b/c2", b"1")  # another process may have died before it synced
+        # another process may have died before it synced
+        open_store(f"file://{tmp_path}/new/run").create("a/b/c2", b"1")
         assert [path for path in synced if not path.endswith(".tmp")] == found
         synced.clear()
         store.create("a/b/d", b"1")

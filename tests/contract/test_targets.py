@@ -1,4 +1,6 @@
-"""Every target passes the contract: host memory, arrays, modules of torch and MLX, shards, vLLM, adapters and relays."""
+"""Every target passes the contract: host memory, arrays, modules of torch and MLX, shards, vLLM, adapters and
+relays.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ class Rows(torch.nn.Module):
     def __init__(self, number: int) -> None:
         super().__init__()
         self.rows = slice(number * SHAPE[0] // 2, (number + 1) * SHAPE[0] // 2)
-        self.part = torch.nn.Parameter(torch.zeros(SHAPE, dtype=torch.bfloat16)[self.rows], requires_grad=False)
+        self.part = torch.nn.Parameter(
+            torch.zeros(SHAPE, dtype=torch.bfloat16)[self.rows], requires_grad=False
+        )
 
     def load_weights(self, weights: Any) -> None:
         for _, tensor in weights:
@@ -120,11 +124,17 @@ class Shards(InMemory):
     def target(self, settings: ReplicaSettings) -> Target:
         self.halves = [Half(0), Half(1)]  # it restarts with the loop
         readers = self.reader, ChannelReader(self.store)
-        shards = [Shard(reader, half, rank) for rank, (reader, half) in enumerate(zip(readers, self.halves, strict=True))]
+        shards = [
+            Shard(reader, half, rank)
+            for rank, (reader, half) in enumerate(zip(readers, self.halves, strict=True))
+        ]
         self.announced: list[str] = []
 
         def call(method: str, *arguments: Any) -> list[Any]:
-            calls = [each.record if method == "deltasync_open" else partial(each.call, *arguments) for each in shards]
+            calls = [
+                each.record if method == "deltasync_open" else partial(each.call, *arguments)
+                for each in shards
+            ]
             return [answer(each) for each in calls]
 
         client = Client(call, self.announced.append)
@@ -217,7 +227,9 @@ class TestVllm(TargetContract):
         from vllm_plugin.pauses import OnLoop, Pauses
         from vllm_plugin.versions import LiveVersions
 
-        monkeypatch.setattr("vllm_plugin.load.layers.checkpoint", lambda _: iter(driving.Model().state_dict().items()))
+        monkeypatch.setattr(
+            "vllm_plugin.load.layers.checkpoint", lambda _: iter(driving.Model().state_dict().items())
+        )
 
         class Vllm(Looping):
             engine: Any = None
@@ -302,7 +314,9 @@ class TestAdapter(TargetContract):
                 self.close_folder()
 
             def live(self) -> dict[str, torch.Tensor]:
-                found: dict[str, torch.Tensor] = load_file(self.vllm.lora_requests["policy"] / "adapter_model.safetensors")
+                found: dict[str, torch.Tensor] = load_file(
+                    self.vllm.lora_requests["policy"] / "adapter_model.safetensors"
+                )
                 return found
 
         yield from _bench(Adapter, memory_url)

@@ -1,7 +1,7 @@
 """Real deltas: some tensors of every version of two GRPO runs on SmolLM2-135M (docs/benchmarks/corpus.md).
 
-`layers.npz.xz` holds the gate and value projections and the norms of layer 15, and every 192nd row of the embeddings.
-`tests/corpus/make.py` wrote it. The weights are under the Apache License 2.0.
+`layers.npz.xz` holds the gate and value projections and the norms of layer 15, and every 192nd row of the
+embeddings. `tests/corpus/make.py` wrote it. The weights are under the Apache License 2.0.
 """
 
 from __future__ import annotations

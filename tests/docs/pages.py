@@ -1,8 +1,9 @@
 """The pages of the repository, and the code in them.
 
-A block is checked and not run if a comment that begins with `needs` (a GPU, an account, a checkout, ...) is its first line
-or, as `<!-- needs ... -->`, where readers do not see it, stands above it. One whose first line begins with
-`in a terminal of its own` goes on running while the blocks after it do, to the end of its section.
+A block is checked and not run if a comment that begins with `needs` (a GPU, an account, a checkout, ...) is
+its first line or, as `<!-- needs ... -->`, where readers do not see it, stands above it. One whose first line
+begins with `in a terminal of its own` goes on running while the blocks after it do, to the end of its
+section.
 """
 
 from __future__ import annotations
@@ -64,18 +65,27 @@ def blocks(page: Path) -> list[Block]:
     found, name, section = [], page.relative_to(ROOT).as_posix(), ""
     tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
     for before, token in zip([None, *tokens], tokens, strict=False):
-        if token.type == "inline" and before is not None and before.type == "heading_open" and before.tag in ("h1", "h2"):
+        if (
+            token.type == "inline"
+            and before is not None
+            and before.type == "heading_open"
+            and before.tag in ("h1", "h2")
+        ):
             section = token.content
         elif token.type in ("fence", "code_block") and token.map is not None:
             language = token.info.split()[0] if token.info.strip() else ""
             above = before.content if before is not None and before.type == "html_block" else ""
             note = re.fullmatch(r"<!-- (needs .*) -->\s*", above)
-            found.append(Block(name, section, token.map[0] + 1, language, token.content, note[1] if note else ""))
+            found.append(
+                Block(name, section, token.map[0] + 1, language, token.content, note[1] if note else "")
+            )
     return found
 
 
 def before_code(page: Path) -> list[str]:
-    """What stands between the title and the first code: types of markdown-it's blocks, without headings and comments."""
+    """What stands between the title and the first code: types of markdown-it's blocks, without headings and
+    comments.
+    """
     tokens = MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
     types = [token.type for token in tokens if token.level == 0]
     code = min((types.index(kind) for kind in ("fence", "code_block") if kind in types), default=len(types))
@@ -85,9 +95,13 @@ def before_code(page: Path) -> list[str]:
 def spans(page: Path) -> list[str]:
     """Code within the text."""
     tokens = MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
-    return [child.content for token in tokens for child in token.children or [] if child.type == "code_inline"]
+    return [
+        child.content for token in tokens for child in token.children or [] if child.type == "code_inline"
+    ]
 
 
 def metrics() -> set[str]:
     """Names in the table of docs/reference/metrics.md."""
-    return set(re.findall(r"(?m)^\| `(.*?)`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8")))
+    return set(
+        re.findall(r"(?m)^\| `(.*?)`", (ROOT / "docs/reference/metrics.md").read_text(encoding="utf-8"))
+    )

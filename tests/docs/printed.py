@@ -1,8 +1,9 @@
 """Every command that this repository prints, and what checks it: `python -m tests.docs.printed` lists them.
 
-Commands stand in code blocks and code spans of the pages; in docstrings, messages and help texts of the packages, examples
-and scripts; in the files under deploy/. They are found by the program that they start (`CHECKS`), and each is checked by
-that program itself: its own parser, its options, the file that it names. Placeholders (`URL`, `...`) stand for values.
+Commands stand in code blocks and code spans of the pages; in docstrings, messages and help texts of the
+packages, examples and scripts; in the files under deploy/. They are found by the program that they start
+(`CHECKS`), and each is checked by that program itself: its own parser, its options, the file that it names.
+Placeholders (`URL`, `...`) stand for values.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _OPTIONS = re.compile(r"(?<![\w-])--[a-z][\w-]*")
 
 @dataclasses.dataclass(frozen=True, order=True)
 class Printed:
-    """A command: where it is printed, and its words without assignments of variables, comments and redirections."""
+    """A command: where it is printed, and its words without assignments of variables, comments and
+    redirections.
+    """
 
     where: str
     words: tuple[str, ...]
@@ -66,7 +69,9 @@ def _texts() -> Iterator[tuple[str, str]]:
             text = path.read_text(encoding="utf-8")
             yield name, "\n".join(re.findall(r"(?m)^# {5}(.*)", text))
             if path.suffix == ".yaml":
-                yield from ((name, " ".join(words)) for words in _yaml_commands(list(yaml.safe_load_all(text))))
+                yield from (
+                    (name, " ".join(words)) for words in _yaml_commands(list(yaml.safe_load_all(text)))
+                )
         elif path.suffix == ".sh":
             yield name, re.sub(r"(?m)^exec ", "", path.read_text(encoding="utf-8"))
 
@@ -152,7 +157,8 @@ def _deltasync(words: tuple[str, ...]) -> None:
                 if isinstance(value, str) and not _is_placeholder(value) and "|" not in value:
                     param.type_cast_value(inner, value)
         except click.BadOptionUsage as error:
-            assert rest[-1:] == [error.option_name], error.format_message()  # a mention of the option, without a value
+            # a mention of the option, without a value
+            assert rest[-1:] == [error.option_name], error.format_message()
             return
         except click.UsageError as error:
             raise AssertionError(error.format_message()) from None
@@ -173,7 +179,9 @@ def _vllm_parser() -> Any:
 
 def _vllm(words: tuple[str, ...]) -> None:
     start = words.index("serve") + 1
-    arguments = ["1" if word in ("N", "K") else word for word in words[start:] if word not in ("...", "--help")]
+    arguments = [
+        "1" if word in ("N", "K") else word for word in words[start:] if word not in ("...", "--help")
+    ]
     arguments = [word for word in arguments if not word.startswith("${")]
     try:
         _, unknown = _vllm_parser().parse_known_args(arguments)
@@ -210,15 +218,26 @@ def _options_of(path: Path) -> set[str]:
     files = path.rglob("*.py") if path.is_dir() else [path]
     text = "".join(file.read_text(encoding="utf-8") for file in files)
     if re.search(r"(Trl|HfArgument)Parser\(", text):
-        trl, transformers = (Path(str(importlib.util.find_spec(name).origin)).parent for name in ("trl", "transformers"))  # type: ignore[union-attr]
-        configs = [ROOT / "trl_callback/config.py", transformers / "training_args.py", *trl.rglob("*config*.py"), path]
-        fields = re.findall(r"(?m)^    (\w+): ", "".join(file.read_text(encoding="utf-8") for file in configs))
+        trl, transformers = (
+            Path(str(importlib.util.find_spec(name).origin)).parent for name in ("trl", "transformers")
+        )  # type: ignore[union-attr]
+        configs = [
+            ROOT / "trl_callback/config.py",
+            transformers / "training_args.py",
+            *trl.rglob("*config*.py"),
+            path,
+        ]
+        fields = re.findall(
+            r"(?m)^    (\w+): ", "".join(file.read_text(encoding="utf-8") for file in configs)
+        )
         text += " ".join(f"--{field}" for field in fields)
     return set(_OPTIONS.findall(text.replace("_", "-")))
 
 
 def _program(words: tuple[str, ...]) -> str | None:
-    """The module or file that Python runs; None for code, Python itself, and what a placeholder stands for."""
+    """The module or file that Python runs; None for code, Python itself, and what a placeholder stands
+    for.
+    """
     if words[1] == "-W":
         words = (words[0], *words[3:])
     name = words[2] if words[1] == "-m" and len(words) > 2 else words[1]
@@ -227,7 +246,10 @@ def _program(words: tuple[str, ...]) -> str | None:
 
 def _is_ours(program: str) -> bool:
     top = program.split(".")[0].split("/")[0]
-    return top in ("benchmarks", "tests", "examples", "deploy", "requirements", "demo", "wordle") and "pytest" not in program
+    return (
+        top in ("benchmarks", "tests", "examples", "deploy", "requirements", "demo", "wordle")
+        and "pytest" not in program
+    )
 
 
 def _python(words: tuple[str, ...]) -> None:
@@ -243,12 +265,19 @@ def _python(words: tuple[str, ...]) -> None:
         return _vllm(("vllm", "serve", words[model], *words[3 : model - 1], *words[model + 1 :]))
     if not _is_ours(program):
         top = program.split(".")[0]
-        elsewhere = re.search(rf"\b{top}\b", (ROOT / "Makefile").read_text(encoding="utf-8"))  # in an environment of its own
-        assert importlib.util.find_spec(top) is not None or elsewhere or "/" in program, f"there is no module {program}"
+        # in an environment of its own
+        elsewhere = re.search(rf"\b{top}\b", (ROOT / "Makefile").read_text(encoding="utf-8"))
+        assert importlib.util.find_spec(top) is not None or elsewhere or "/" in program, (
+            f"there is no module {program}"
+        )
         return None
     path = ROOT / program
     if words[1] == "-m":
-        path = ROOT / ("examples" if program.split(".")[0] in ("demo", "wordle") else "") / program.replace(".", "/")
+        path = (
+            ROOT
+            / ("examples" if program.split(".")[0] in ("demo", "wordle") else "")
+            / program.replace(".", "/")
+        )
     path = path if path.exists() else path.with_suffix(".py")
     assert path.exists(), f"there is no {program}"
     given = set(_OPTIONS.findall(" ".join(words).replace("_", "-"))) - {"--help"}

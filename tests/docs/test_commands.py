@@ -1,4 +1,6 @@
-"""What README and docs/ tell people to type: each block that can run here runs as written, the others are checked."""
+"""What README and docs/ tell people to type: each block that can run here runs as written, the others are
+checked.
+"""
 
 from __future__ import annotations
 
@@ -58,19 +60,25 @@ def test_blocks_run_as_written(section: list[Block], tmp_path: Path, monkeypatch
                 exec(compile(block.text, block.where, "exec"), names)
                 continue
             command = ["bash", "-euo", "pipefail", "-c", block.text]
-            child = running.enter_context(Child(block.where, command, environ, tmp_path / f"{block.line}.log"))
+            child = running.enter_context(
+                Child(block.where, command, environ, tmp_path / f"{block.line}.log")
+            )
             if not block.stays:
                 child.wait(500)
                 child.check()
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.is_shell], ids=lambda block: block.where)
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.is_shell], ids=lambda block: block.where
+)
 def test_shell_is_valid(block: Block) -> None:
     done = subprocess.run(["bash", "-n"], input=block.text, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("block", [block for block in BLOCKS if block.language == "python"], ids=lambda block: block.where)
+@pytest.mark.parametrize(
+    "block", [block for block in BLOCKS if block.language == "python"], ids=lambda block: block.where
+)
 def test_python_is_valid(block: Block) -> None:
     """Also of sketches: what they import is there, and our classes take these arguments."""
     known = {
@@ -86,7 +94,10 @@ def test_python_is_valid(block: Block) -> None:
 
 
 EXPLAIN = {"docs/LOG.md", "docs/format.md", "docs/glossary.md"}
-FOLDERS = {ROOT / "docs" / folder for folder in ("", "guides", "operations", "reference", "reliability", "benchmarks")}
+FOLDERS = {
+    ROOT / "docs" / folder
+    for folder in ("", "guides", "operations", "reference", "reliability", "benchmarks")
+}
 TASKS = [page for page in PAGES if page.parent in FOLDERS]
 
 
@@ -110,7 +121,12 @@ def test_the_index_leads_to_each_page() -> None:
 def test_variables_are_those_of_the_code() -> None:
     gone = ROOT / "docs/reference/replaced.md"
     variable = r"\bDELTASYNC_[A-Z_]*[A-Z]\b"
-    named = {name for page in PAGES if page != gone for name in re.findall(variable, page.read_text(encoding="utf-8"))}
+    named = {
+        name
+        for page in PAGES
+        if page != gone
+        for name in re.findall(variable, page.read_text(encoding="utf-8"))
+    }
     settings = {f"DELTASYNC_{name.upper()}" for name in SETTINGS}
     assert settings - named == set()
     assert [name for name in named - settings if f'"{name}"' not in CODE] == []
@@ -119,9 +135,15 @@ def test_variables_are_those_of_the_code() -> None:
 
 
 def test_messages_of_the_failure_tables_exist() -> None:
-    """What people search for is what is said: quoted messages stand in the code, with `...`, N and M for what varies."""
+    """What people search for is what is said: quoted messages stand in the code, with `...`, N and M for what
+    varies.
+    """
     page = (ROOT / "docs/operations/messages.md").read_text(encoding="utf-8")
-    quoted = [message for row in re.findall(r"(?m)^\| (`.*?) \| ", page) for message in re.findall(r"`([^`]+)`", row)]
+    quoted = [
+        message
+        for row in re.findall(r"(?m)^\| (`.*?) \| ", page)
+        for message in re.findall(r"`([^`]+)`", row)
+    ]
     assert len(quoted) > 30
     parts = [part.strip() for message in quoted for part in re.split(r"\.\.\.|\b[NM]\b", message)]
     assert [part for part in parts if part not in CODE] == []

@@ -1,4 +1,6 @@
-"""Commands that start engines, in README, docs/ and examples, have options that the engines know, as they stand there."""
+"""Commands that start engines, in README, docs/ and examples, have options that the engines know, as they
+stand there.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,10 @@ from tests.docs.pages import PAGES, ROOT, blocks, spans
 OWN = Path(sys.executable).parent
 ENGINES = {
     "vllm serve": (OWN, [("vllm", "serve", "--help=all")]),
-    "python -m sglang.launch_server": (ROOT / ".venv-sglang/bin", [("python", "-m", "sglang.launch_server", "--help")]),
+    "python -m sglang.launch_server": (
+        ROOT / ".venv-sglang/bin",
+        [("python", "-m", "sglang.launch_server", "--help")],
+    ),
     "python -m mlx_plugin.server": (
         ROOT / ".venv-mlx/bin",
         [("python", "-m", "mlx_plugin.server", "--help"), ("python", "-m", "mlx_lm", "server", "--help")],
@@ -42,7 +47,9 @@ def texts() -> Iterator[tuple[str, str]]:
         yield path.name, path.read_text(encoding="utf-8").replace('"\n        " ', " ")
 
 
-FOUND = sorted({(where, line) for where, text in texts() for line in LINES.findall(text.replace("\\\n", " "))})
+FOUND = sorted(
+    {(where, line) for where, text in texts() for line in LINES.findall(text.replace("\\\n", " "))}
+)
 
 
 def start_of(line: str) -> str:
@@ -63,11 +70,23 @@ def test_the_options_are_the_engine_s(start: str) -> None:
     programs, commands = ENGINES[start]
     if not (programs / commands[0][0]).exists():
         pytest.skip(f"{programs} is missing: make {programs.parent.name}/.ready")
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "COLUMNS": "400", "SGLANG_USE_CPU_ENGINE": "1", "HF_HUB_OFFLINE": "1"}
+    environ = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "COLUMNS": "400",
+        "SGLANG_USE_CPU_ENGINE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
     printed = ""
     for name, *words in commands:
         done = subprocess.run(
-            [programs / name, *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=300, check=False
+            [programs / name, *words],
+            cwd=ROOT,
+            env=environ,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
         )
         assert done.returncode == 0, done.stderr[-2000:]
         printed += done.stdout

@@ -50,7 +50,9 @@ def channel(tmp_path: Path) -> str:
         for version in range(1, 5):
             weights["w"][version] = 1.0
             publisher.publish(weights, step=version).wait(60)
-    heartbeat.write(open_store(url), Heartbeat(replica_id="r", run_id=publisher.run_id, version=3, state="serving"))
+    heartbeat.write(
+        open_store(url), Heartbeat(replica_id="r", run_id=publisher.run_id, version=3, state="serving")
+    )
     ops.write_compaction(ChannelReader(open_store(url)), 2, 4)
     (slot,) = [slot for slot, _ in ChannelReader(open_store(url)).slots() if slot.version == 4]
     path = tmp_path / "run" / slot.key
@@ -60,7 +62,9 @@ def channel(tmp_path: Path) -> str:
 
 def rows() -> dict[str, tuple[str, str]]:
     """What each command prints, and its fields, as the table says."""
-    table = PAGE.read_text(encoding="utf-8").partition("| command | prints | fields |")[2].partition("\n\n")[0]
+    table = (
+        PAGE.read_text(encoding="utf-8").partition("| command | prints | fields |")[2].partition("\n\n")[0]
+    )
     found = {}
     for line in table.strip().splitlines()[1:]:
         commands, prints, fields = (cell.strip() for cell in line.strip("|").split("|"))
@@ -72,7 +76,13 @@ def documented(command: str) -> list[set[str]]:
     """The fields of the objects that a command may print."""
     if command == "watch":
         kinds = [VersionRow, CompactionRow, ReplicaRow]
-        more = [{"sha256", "version", "payload_bytes"}, {"count", "left"}, {"channel"}, {"problem"}, {"error"}]
+        more = [
+            {"sha256", "version", "payload_bytes"},
+            {"count", "left"},
+            {"channel"},
+            {"problem"},
+            {"error"},
+        ]
         found = [{field.name for field in dataclasses.fields(kind)} for kind in kinds] + more
         found[0].add("changed_fraction")
         return [each | {"event"} for each in found]
@@ -82,7 +92,11 @@ def documented(command: str) -> list[set[str]]:
 
 def test_every_command_with_json_is_there() -> None:
     commands: dict[str, Any] = {name: main.get_command(None, name) for name in main.list_commands(None)}  # type: ignore[arg-type]
-    with_json = {name for name, command in commands.items() if any("--json" in option.opts for option in command.params)}
+    with_json = {
+        name
+        for name, command in commands.items()
+        if any("--json" in option.opts for option in command.params)
+    }
     assert {name.split()[0] for name in CALLS} == rows().keys() == with_json
 
 
@@ -99,7 +113,9 @@ def test_a_command_prints_what_the_page_says(
     assert done.stdout, done.output
     prints = rows()[name][0]
     in_lines = "a line" in prints and not done.stdout.startswith("{\n")
-    documents = [json.loads(line) for line in done.stdout.splitlines()] if in_lines else json.loads(done.stdout)
+    documents = (
+        [json.loads(line) for line in done.stdout.splitlines()] if in_lines else json.loads(done.stdout)
+    )
     for document in documents if isinstance(documents, list) else [documents]:
         assert document.keys() in documented(name)
     assert isinstance(documents, list) or "an object" in prints or "a line" in prints

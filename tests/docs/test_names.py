@@ -15,7 +15,9 @@ FILES = {path.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*
 DEFINED = {
     name
     for file in FILES
-    for names in re.findall(r"(?m)^\s*(?:async )?(?:def (test_\w+)|class (Test\w+))", (ROOT / file).read_text("utf-8"))
+    for names in re.findall(
+        r"(?m)^\s*(?:async )?(?:def (test_\w+)|class (Test\w+))", (ROOT / file).read_text("utf-8")
+    )
     for name in names
     if name
 }
@@ -39,5 +41,8 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 def test_missing_names_are_found(tmp_path: Path) -> None:
     page = tmp_path / "page.md"
-    page.write_text("`test_what_a_page_names_is_there`, `test_no_such_thing`, `test_no_such_file.py`, `tests/docs/pages.py`")
+    page.write_text(
+        "`test_what_a_page_names_is_there`, `test_no_such_thing`, `test_no_such_file.py`, "
+        "`tests/docs/pages.py`"
+    )
     assert missing(page) == ["test_no_such_file.py", "test_no_such_thing"]

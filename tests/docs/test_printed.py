@@ -18,10 +18,21 @@ def test_its_program_takes_it(printed: Printed) -> None:
 
 def test_commands_are_found() -> None:
     """In each kind of place, and each command of deltasync."""
-    assert {each.words[1] for each in FOUND if each.words[0] == "deltasync"} >= set(main.list_commands(click.Context(main)))
+    assert {each.words[1] for each in FOUND if each.words[0] == "deltasync"} >= set(
+        main.list_commands(click.Context(main))
+    )
     places = {each.where for each in FOUND}
-    assert places >= {"README.md", "deploy/compose/compose.yaml", "deploy/space.py", "deploy/spaces/vllm/entrypoint.sh"}
-    assert places >= {"deltasync/channel/signing.py", "examples/async_grpo.py", "deploy/production-stack/values.yaml"}
+    assert places >= {
+        "README.md",
+        "deploy/compose/compose.yaml",
+        "deploy/space.py",
+        "deploy/spaces/vllm/entrypoint.sh",
+    }
+    assert places >= {
+        "deltasync/channel/signing.py",
+        "examples/async_grpo.py",
+        "deploy/production-stack/values.yaml",
+    }
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
-"""The site in a window of 1,000 pixels: no block is cut; what is too wide scrolls inside itself, with a bar that is seen.
+"""The site in a window of 1,000 pixels: no block is cut; what is too wide scrolls inside itself, with a bar
+that is seen.
 
 One build and one browser, which shows every page in a frame of its own.
 """

@@ -1,4 +1,6 @@
-"""The two walks in docs/architecture.md, and its table of questions, name files and functions that are there."""
+"""The two walks in docs/architecture.md, and its table of questions, name files and functions that are
+there.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ from tests.docs.pages import PAGES, ROOT
 
 HISTORY = {"docs/LOG.md", "docs/glossary.md"}
 PROSE = [
-    page for page in PAGES if page.relative_to(ROOT).as_posix() not in HISTORY and page.parent != ROOT / "docs/decisions"
+    page
+    for page in PAGES
+    if page.relative_to(ROOT).as_posix() not in HISTORY and page.parent != ROOT / "docs/decisions"
 ]
 GLOSSARY = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
 LEFT = [
@@ -30,7 +32,9 @@ WAYS = (
     r"\b(no|another|the cheapest) way (leads|to the newest|there)\b",
     r"\btak(e|es|ing) another way\b",
 )
-SUBJECT = re.compile(r"(?:^|[.:;!?] |\*\* |^[-*|] )(?:What|Whatever) (?!is this\b)[a-z][^?\n]*$", re.MULTILINE)
+SUBJECT = re.compile(
+    r"(?:^|[.:;!?] |\*\* |^[-*|] )(?:What|Whatever) (?!is this\b)[a-z][^?\n]*$", re.MULTILINE
+)
 
 
 def prose_of(page: Path) -> str:
@@ -75,7 +79,9 @@ def test_a_page_is_short(page: Path) -> None:
     """At most 2,500 words, and cells of tables that are read at a glance."""
     text = page.read_text(encoding="utf-8")
     assert len(text.split()) <= 2500
-    cells = [cell for line in text.splitlines() if line.startswith("| ") for cell in line.strip("| ").split(" | ")]
+    cells = [
+        cell for line in text.splitlines() if line.startswith("| ") for cell in line.strip("| ").split(" | ")
+    ]
     assert [cell for cell in cells if len(cell.split()) > 40] == []
 
 

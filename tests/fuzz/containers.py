@@ -1,4 +1,6 @@
-"""What fuzzed inputs are made of: safetensors files, records, JSON, and bundles (several objects by name, as msgpack)."""
+"""What fuzzed inputs are made of: safetensors files, records, JSON, and bundles (several objects by name, as
+msgpack).
+"""
 
 from __future__ import annotations
 
@@ -38,11 +40,17 @@ def join(header: dict[str, Any], body: bytes) -> bytes:
 
 
 def split_record(data: bytes) -> tuple[dict[str, Any], bytes, dict[str, Any]]:
-    """Header, data of the entries before the document, and document of a record that is whole enough to be taken apart."""
+    """Header, data of the entries before the document, and document of a record that is whole enough to be
+    taken apart.
+    """
     length = int.from_bytes(data[-8:], "little")
     document = json.loads(data[-8 - length : -8])
     header, body = split(data)
-    if not 0 < length <= len(data) - 8 or not isinstance(document, dict) or not isinstance(header[".record"], dict):
+    if (
+        not 0 < length <= len(data) - 8
+        or not isinstance(document, dict)
+        or not isinstance(header[".record"], dict)
+    ):
         raise ValueError
     return header, body[: -8 - length], document
 
@@ -51,7 +59,11 @@ def join_record(header: dict[str, Any], body: bytes, document: dict[str, Any]) -
     """A record whose lengths and digests are right, apart from what `header` says of other entries."""
     length = 0
     while True:
-        header[".record"] = {"dtype": "U8", "shape": [length + 8], "data_offsets": [len(body), len(body) + length + 8]}
+        header[".record"] = {
+            "dtype": "U8",
+            "shape": [length + 8],
+            "data_offsets": [len(body), len(body) + length + 8],
+        }
         front = join(header, body)
         document |= {"body_bytes": len(front), "body_sha256": hashlib.sha256(front).hexdigest()}
         text = json.dumps(document).encode("utf-8", "surrogatepass")

@@ -1,10 +1,12 @@
-"""Fuzz one reader, guided by coverage: `python -m tests.fuzz.fuzz TARGET FOLDER [libFuzzer's options]`, as `run` calls it.
+"""Fuzz one reader, guided by coverage: `python -m tests.fuzz.fuzz TARGET FOLDER [libFuzzer's options]`, as
+`run` calls it.
 
-FOLDER is the corpus, which grows. Ends with an error at the first input that makes the reader do what it must not, or takes
-more than 60 s or 2 GiB; that input is the last one in FOLDER.last (8 bytes of size, then the input).
+FOLDER is the corpus, which grows. Ends with an error at the first input that makes the reader do what it must
+not, or takes more than 60 s or 2 GiB; that input is the last one in FOLDER.last (8 bytes of size, then the
+input).
 
-The codecs' targets run the decoders of `kernels.reference` in Python (DELTASYNC_SIMD=none, see `tests.fuzz.run`), so that
-coverage is seen in them too; `tests.fuzz.sanitized` feeds the extension.
+The codecs' targets run the decoders of `kernels.reference` in Python (DELTASYNC_SIMD=none, see
+`tests.fuzz.run`), so that coverage is seen in them too; `tests.fuzz.sanitized` feeds the extension.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ with atheris.instrument_imports(include=["deltasync", "vllm_plugin"]):
         if _found.name.split(".")[1] in _ROOMS:
             try:
                 importlib.import_module(_found.name)
-            except ModuleNotFoundError as error:  # it stands beside site-packages, and what needs it reads nothing here
+            except ModuleNotFoundError as error:
+                # it stands beside site-packages, and what needs it reads nothing here
                 if error.name != "triton":
                     raise
 
@@ -60,7 +63,9 @@ def _mutated_behind_first(data: bytes, most_bytes: int, seed: int) -> bytes:
 
 
 def _noted(target: Callable[[bytes], None], path: str) -> Callable[[bytes], None]:
-    """The target, with each input noted where it outlives the process, which ends where one takes too long."""
+    """The target, with each input noted where it outlives the process, which ends where one takes too
+    long.
+    """
     with open(path, "wb") as file:
         file.truncate(8 + _MOST_BYTES)
     with open(path, "r+b") as file:
@@ -85,7 +90,8 @@ def main() -> None:
         for path in Path(folder).iterdir():
             TARGETS[name](path.read_bytes())
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    _, hardest = resource.getrlimit(resource.RLIMIT_AS)  # of a merge, which starts itself again, the outer one's
+    # of a merge, which starts itself again, the outer one's
+    _, hardest = resource.getrlimit(resource.RLIMIT_AS)
     limit = used + _LIMIT_BYTES if hardest == resource.RLIM_INFINITY else min(used + _LIMIT_BYTES, hardest)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     custom = _mutated_behind_first if name in ("documents", "small") else _mutated

@@ -34,7 +34,17 @@ _VALUES: list[Any] = [
         1e308,
         float("nan"),
     ),
-    *("", "..", "/etc/passwd", "a/../../b", "%2e%2e/x", "\0", "\ud800", "é", "\N{ARABIC-INDIC DIGIT ONE}" * 10),
+    *(
+        "",
+        "..",
+        "/etc/passwd",
+        "a/../../b",
+        "%2e%2e/x",
+        "\0",
+        "\ud800",
+        "é",
+        "\N{ARABIC-INDIC DIGIT ONE}" * 10,
+    ),
     *("a" * 5000, "1" * 5000, "0" * 16, "0" * 64, "reference", "delta", "anchor", "seal", "compaction"),
     *("000001-00000001", "raw", "packed", "context", [], [0], [2**40, 2**40], {}),
 ]
@@ -113,7 +123,9 @@ def record(data: bytes, mutate: Mutate, rng: random.Random) -> bytes:
     """Change the document, or what lies before it."""
     header, body, document = containers.split_record(data)
     if len(header) <= 2 or rng.random() < 0.5:
-        return containers.join_record(header, body, json.loads(json_text(json.dumps(document).encode(), mutate, rng)))
+        return containers.join_record(
+            header, body, json.loads(json_text(json.dumps(document).encode(), mutate, rng))
+        )
     before = containers.join({name: entry for name, entry in header.items() if name != ".record"}, body)
     return containers.join_record(*containers.split(safetensors(before, mutate, rng)), document)
 

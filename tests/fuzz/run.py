@@ -1,8 +1,9 @@
-"""Fuzz every reader, one after the other: `python -m tests.fuzz.run [SECONDS] [TARGET ...]`; `make fuzz` calls it.
+"""Fuzz every reader, one after the other: `python -m tests.fuzz.run [SECONDS] [TARGET ...]`; `make fuzz`
+calls it.
 
-Starts from the kept corpus and the seeds, and ends with status 1 if an input breaks a reader. That input is kept as
-`tests/fuzz/corpus/TARGET/crash-<sha1>`: repair the reader, and it stays as a test. The corpus is replaced by the smallest
-set of inputs that reaches as far, and of these by the shorter ones.
+Starts from the kept corpus and the seeds, and ends with status 1 if an input breaks a reader. That input is
+kept as `tests/fuzz/corpus/TARGET/crash-<sha1>`: repair the reader, and it stays as a test. The corpus is
+replaced by the smallest set of inputs that reaches as far, and of these by the shorter ones.
 """
 
 from __future__ import annotations
@@ -37,7 +38,12 @@ def run(target: str, seconds: float, work: Path) -> bool:
     environment = os.environ | ({"DELTASYNC_SIMD": "none"} if target in INTERPRETED else {})
     print(f"{target}: {seconds:g} s", flush=True)
     if _fuzz(
-        target, folder, environment, f"-max_total_time={seconds:g}", "-print_final_stats=1", f"-artifact_prefix={work}/"
+        target,
+        folder,
+        environment,
+        f"-max_total_time={seconds:g}",
+        "-print_final_stats=1",
+        f"-artifact_prefix={work}/",
     ):
         noted = Path(f"{folder}.last").read_bytes()
         data = noted[8 : 8 + int.from_bytes(noted[:8], "little")]

@@ -1,8 +1,9 @@
 """The C extension under ASan and UBSan, fed with hostile input: `python -m tests.fuzz.sanitized [SECONDS]`.
 
-`make fuzz` calls it. Builds the extension anew, and starts itself with it, once for each instruction set. The codecs'
-targets read mutated payloads; and the decoders read valid and random streams at every length, from memory that ends where
-the arrays end. A read or write beyond one, or undefined behaviour, ends the process with a report.
+`make fuzz` calls it. Builds the extension anew, and starts itself with it, once for each instruction set. The
+codecs' targets read mutated payloads; and the decoders read valid and random streams at every length, from
+memory that ends where the arrays end. A read or write beyond one, or undefined behaviour, ends the process
+with a report.
 """
 
 from __future__ import annotations
@@ -25,10 +26,21 @@ TARGETS = ("raw", "packed", "context")
 def start(seconds: float) -> None:
     """Build, and run `main` for each instruction set, with the sanitizers' library before all others."""
     with tempfile.TemporaryDirectory() as folder:
-        build = [sys.executable, "setup.py", "-q", "build_ext", "--build-lib", folder, "--build-temp", f"{folder}/temp"]
+        build = [
+            sys.executable,
+            "setup.py",
+            "-q",
+            "build_ext",
+            "--build-lib",
+            folder,
+            "--build-temp",
+            f"{folder}/temp",
+        ]
         subprocess.run(build, cwd=ROOT, env=os.environ | {"SANITIZE": "1"}, check=True)
         (extension,) = Path(folder).glob("deltasync/_native*.so")
-        name = subprocess.run(["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout
+        name = subprocess.run(
+            ["gcc", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True
+        ).stdout
         environ = os.environ | {
             "LD_PRELOAD": name.strip(),
             "ASAN_OPTIONS": "detect_leaks=0:halt_on_error=1",
@@ -61,7 +73,10 @@ def _payloads(name: str, seconds: float) -> int:
     from tests.fuzz.targets import TARGETS as READERS
 
     rng, done, end = random.Random(name), 0, time.monotonic() + seconds
-    inputs = [*seeds.payloads(name), *(path.read_bytes() for path in (Path(__file__).parent / "corpus" / name).iterdir())]
+    inputs = [
+        *seeds.payloads(name),
+        *(path.read_bytes() for path in (Path(__file__).parent / "corpus" / name).iterdir()),
+    ]
 
     def changed(data: bytes, most: int) -> bytes:
         found = bytearray(data or b"\0")
@@ -81,7 +96,9 @@ def _payloads(name: str, seconds: float) -> int:
 
 
 def _exact(array: Any) -> memoryview:
-    """Return an array's elements in memory of their own, which ends where they do; numpy keeps small blocks for itself."""
+    """Return an array's elements in memory of their own, which ends where they do; numpy keeps small blocks
+    for itself.
+    """
     import numpy as np
 
     kind = {"u1": "B", "u2": "H", "u4": "I", "u8": "Q", "i4": "i", "i8": "q"}[array.dtype.str[1:]]
@@ -101,13 +118,19 @@ def _streams(seconds: float) -> int:
         if time.monotonic() > end:
             return done
         random = np.random.default_rng(seed)
-        width, classes, size = int(random.choice([1, 2, 4, 8])), int(random.integers(1, 5)), int(random.integers(1, 400))
+        width, classes, size = (
+            int(random.choice([1, 2, 4, 8])),
+            int(random.integers(1, 5)),
+            int(random.integers(1, 400)),
+        )
         bits = np.dtype(f"u{width}")
         old_N = random.integers(0, 256, size * width, np.uint8).view(bits)
         low_C = (np.arange(classes) * (256 // classes)).astype(np.uint8)
         span_C = np.diff(low_C.astype(np.int64), append=256).astype(np.uint8) - np.uint8(1)
         row_BF = np.array([[0, size, size, 1, 0, 8 * width - 8, 255]])
-        changed = np.sort(random.choice(size, int(random.integers(1, size + 1)), replace=False)).astype(np.int32)
+        changed = np.sort(random.choice(size, int(random.integers(1, size + 1)), replace=False)).astype(
+            np.int32
+        )
         step_K = random.integers(1, 1 << 63, changed.size).astype(bits)
         step_K[step_K == 0] = 1
         new_N = old_N.copy()
@@ -132,7 +155,9 @@ def _streams(seconds: float) -> int:
             row_BF, low_C, span_C, freq_TS, ratio_CC = held
             at_K, step_K = _exact(np.zeros(count, np.int32)), _exact(np.zeros(count, bits))
             bounds = np.array([0, count]), _exact(words), np.array([[0, words.size]])
-            whole: bool = extension.decode_classes(2, row_BF, *bounds, low_C, span_C, freq_TS, ratio_CC, at_K, step_K)
+            whole: bool = extension.decode_classes(
+                2, row_BF, *bounds, low_C, span_C, freq_TS, ratio_CC, at_K, step_K
+            )
             if count and not count % 5:
                 given = np.zeros(1, np.int64), np.array([[int(row_BF[0, 1])]]), bounds[0]
                 extension.decode(2, *bounds[1:], *given, freq_TS[:2], at_K, step_K)
@@ -140,7 +165,9 @@ def _streams(seconds: float) -> int:
 
         assert decode(words, changed.size)
         for length in range(words.size + 3):
-            cut = np.concatenate((words[:length], random.integers(0, 1 << 32, max(0, length - words.size), np.uint32)))
+            cut = np.concatenate(
+                (words[:length], random.integers(0, 1 << 32, max(0, length - words.size), np.uint32))
+            )
             assert decode(cut, changed.size) == (length == words.size) or length != words.size
             decode(random.integers(0, 1 << 32, length, np.uint32), int(random.integers(0, size + 2)))
             if length:
@@ -150,7 +177,9 @@ def _streams(seconds: float) -> int:
 
 
 def _kernels(seconds: float) -> int:
-    """Compare, add, fingerprint, swap and prepare memory that ends where it ends, at every length and offset."""
+    """Compare, add, fingerprint, swap and prepare memory that ends where it ends, at every length and
+    offset.
+    """
     import numpy as np
 
     from deltasync.kernels import native
@@ -161,7 +190,10 @@ def _kernels(seconds: float) -> int:
         if time.monotonic() > end:
             return done
         random = np.random.default_rng(seed)
-        width, size = int(random.choice([1, 2, 4, 8])), int(random.choice([0, 1, 31, 63, 64, 65, 129, 700, 4097, 70_000]))
+        width, size = (
+            int(random.choice([1, 2, 4, 8])),
+            int(random.choice([0, 1, 31, 63, 64, 65, 129, 700, 4097, 70_000])),
+        )
         bits = np.dtype(f"u{width}")
         old, new = (_exact(random.integers(0, 3, size).astype(bits)) for _ in range(2))
         vector = Layout({"w": TensorSpec("w", f"int{8 * width}", (size,))}).vectors[width]
@@ -171,14 +203,26 @@ def _kernels(seconds: float) -> int:
         native.add(vector, np.array([places[0].ctypes.data]), steps)
         assert np.array_equal(*places)
         assert native.fingerprint(1, places[0]) == native.take(1, places[1], places[0])
-        line_SC, dim_S2D3 = np.array([[places[0].ctypes.data, 0, 0, 0, size, seed % 2]]), np.zeros((1, 2, 8, 3), np.int64)
+        line_SC, dim_S2D3 = (
+            np.array([[places[0].ctypes.data, 0, 0, 0, size, seed % 2]]),
+            np.zeros((1, 2, 8, 3), np.int64),
+        )
         dim_S2D3[0, 0, 0] = 1, size, 1
         rows = line_SC, dim_S2D3, np.array([[0, size, 0]]), np.arange(-(-size // 64))
-        given = *rows, _exact(np.zeros(size, np.int32)), _exact(np.zeros(size, bits)), np.zeros((3, 1), np.int64)
-        assert native.extension().stage(2, 64, *given, _exact(np.arange(size, dtype=np.int32)), _exact(np.ones(size, bits)))
+        given = (
+            *rows,
+            _exact(np.zeros(size, np.int32)),
+            _exact(np.zeros(size, bits)),
+            np.zeros((3, 1), np.int64),
+        )
+        assert native.extension().stage(
+            2, 64, *given, _exact(np.arange(size, dtype=np.int32)), _exact(np.ones(size, bits))
+        )
         assert native.extension().exchange(2, 64, *given)
         done += 6
 
 
 if __name__ == "__main__":
-    (main if "SANITIZED_EXTENSION" in os.environ else start)(float(sys.argv[1]) if len(sys.argv) > 1 else 600.0)
+    (main if "SANITIZED_EXTENSION" in os.environ else start)(
+        float(sys.argv[1]) if len(sys.argv) > 1 else 600.0
+    )

@@ -1,4 +1,6 @@
-"""Valid inputs for the fuzzers to start from: `python -m tests.fuzz.seeds FOLDER` writes them, a folder for each target."""
+"""Valid inputs for the fuzzers to start from: `python -m tests.fuzz.seeds FOLDER` writes them, a folder for
+each target.
+"""
 
 from __future__ import annotations
 
@@ -60,12 +62,16 @@ def payloads(name: str) -> Iterator[bytes]:
 
 def weight_files() -> Iterator[bytes]:
     tensors = weights(0)
-    digests = {name: reference.fingerprint(fingerprint.tensor_key(name), bits_of(t)) for name, t in tensors.items()}
+    digests = {
+        name: reference.fingerprint(fingerprint.tensor_key(name), bits_of(t)) for name, t in tensors.items()
+    }
     yield from (data for _, data in anchors.weight_files(tensors, digests, 1 << 30))
 
 
 def made(codec_name: str) -> Made:
-    """An anchor and deltas in two epochs, one of them in parts; an announced anchor, a compaction, head and heartbeats."""
+    """An anchor and deltas in two epochs, one of them in parts; an announced anchor, a compaction, head and
+    heartbeats.
+    """
     channel = Made(_holding({}), codec_name=codec_name)
     channel.create(weights(0))
     written = [channel.anchor(weights(0)).version]
@@ -119,7 +125,9 @@ def records() -> Iterator[bytes]:
 def checkpoints() -> Iterator[bytes]:
     tensors = weights(0)
     yield bundle({"model.safetensors": save(tensors)})
-    first, second = ({name: tensors[name] for name in names} for names in (("w", "half"), ("wide", "scale", "one")))
+    first, second = (
+        {name: tensors[name] for name in names} for names in (("w", "half"), ("wide", "scale", "one"))
+    )
     index = {"weight_map": dict.fromkeys(first, "model.safetensors") | dict.fromkeys(second, "a.safetensors")}
     yield bundle(
         {
@@ -139,7 +147,9 @@ def document() -> Iterator[bytes]:
     signature = f',"signature":{{"key":"{"1" * 64}","ed25519":"{"2" * 128}"}}}}\n'
     yield b"\2" + head
     yield b"\2" + head.removesuffix(b"}\n") + signature.encode()
-    opening = EpochDocument(run_id=RUN, epoch=EPOCH, continues=VersionId(3, EPOCH, "0" * 64), writer="x", created_at="now")
+    opening = EpochDocument(
+        run_id=RUN, epoch=EPOCH, continues=VersionId(3, EPOCH, "0" * 64), writer="x", created_at="now"
+    )
     yield b"\3" + documents.encode(opening)
 
 
@@ -148,13 +158,30 @@ def small() -> Iterator[bytes]:
     store = _holding({})
     write(store, _heartbeat("r", version))
     yield b"\0" + store.read(keys.replica("r"), 1 << 30)
-    status = {"run_id": RUN, "version": 3, "epoch": EPOCH, "sha256": "0" * 64, "state": "serving", "error": None}
+    status = {
+        "run_id": RUN,
+        "version": 3,
+        "epoch": EPOCH,
+        "sha256": "0" * 64,
+        "state": "serving",
+        "error": None,
+    }
     yield b"\1" + json.dumps(status | {"channel": "file:///x"}).encode()
     part = f"{keys.parts_folder(2, EPOCH, 1)}/{keys.part(0, 1)}"
-    for key in (version.key, keys.compaction(1, 4, keys.TOOL + "00000000"), part, keys.epoch_document(EPOCH), keys.HEAD):
+    for key in (
+        version.key,
+        keys.compaction(1, 4, keys.TOOL + "00000000"),
+        part,
+        keys.epoch_document(EPOCH),
+        keys.HEAD,
+    ):
         yield b"\2" + key.encode()
     change = {"path": version.key, "op": "upload", "size": 10, "xetHash": "0" * 64}
-    yield b"\3event: ready\n\nevent: changes\ndata: " + json.dumps({"cursor": "c", "changes": [change]}).encode() + b"\n\n"
+    yield (
+        b"\3event: ready\n\nevent: changes\ndata: "
+        + json.dumps({"cursor": "c", "changes": [change]}).encode()
+        + b"\n\n"
+    )
     yield b"\4Bearer x"
     yield b"\4Basic eDp5"
     yield b'\5{"version": 7, "timeout_s": 1.5, "parameters_info": []}'

@@ -1,7 +1,8 @@
-"""Readers of bytes that somebody else wrote. Each target takes any bytes and raises only if a reader did what it must not.
+"""Readers of bytes that somebody else wrote. Each target takes any bytes and raises only if a reader did what
+it must not.
 
-A reader may raise an error of deltasync/errors.py. Anything else that it raises is a bug, and so is what an assertion here
-finds.
+A reader may raise an error of deltasync/errors.py. Anything else that it raises is a bug, and so is what an
+assertion here finds.
 """
 
 from __future__ import annotations
@@ -27,7 +28,17 @@ from rich.console import Console
 from deltasync import codec, ops
 from deltasync.channel import anchors as weight_files
 from deltasync.channel import documents, keys, record, signing
-from deltasync.channel.documents import Anchor, Channel, EpochDocument, File, Head, Record, Reference, VersionId, sha256_hex
+from deltasync.channel.documents import (
+    Anchor,
+    Channel,
+    EpochDocument,
+    File,
+    Head,
+    Record,
+    Reference,
+    VersionId,
+    sha256_hex,
+)
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -74,7 +85,9 @@ def old_bits(name: str) -> np.ndarray:
 
 
 def document(data: bytes) -> None:
-    """The first byte chooses the kind; a channel's table gets the digest that it should have. Nobody has signed any."""
+    """The first byte chooses the kind; a channel's table gets the digest that it should have. Nobody has
+    signed any.
+    """
     kinds = Channel, Record, Head, EpochDocument
     kind, body = kinds[data[0] % len(kinds)] if data else Head, data[1:]
     if kind is Channel:
@@ -98,11 +111,17 @@ def document(data: bytes) -> None:
 
 def _key_of(body: bytes) -> str:
     """The key that a document is about, so that it is not refused for that."""
-    with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError, DeltaSyncError):
+    with contextlib.suppress(
+        ValueError, TypeError, LookupError, AttributeError, RecursionError, DeltaSyncError
+    ):
         says = json.loads(body)
         if says.get("kind") == "compaction":
             return keys.compaction((says["base"] or {"version": 0})["version"], says["version"], EPOCH)
-        return keys.slot(says["version"], says["epoch"]) if "kind" in says else keys.epoch_document(says["epoch"])
+        return (
+            keys.slot(says["version"], says["epoch"])
+            if "kind" in says
+            else keys.epoch_document(says["epoch"])
+        )
     return "key"
 
 
@@ -118,7 +137,9 @@ def _check_record(found: Record) -> None:
 
 
 def records(data: bytes) -> None:
-    """An object as a record at the place that it says it has, with its body's digest put right; then its payload."""
+    """An object as a record at the place that it says it has, with its body's digest put right; then its
+    payload.
+    """
     with contextlib.suppress(ValueError, TypeError, LookupError, AttributeError, RecursionError):
         data = containers.join_record(*containers.split_record(data))
     length = int.from_bytes(data[-8:], "little")
@@ -136,7 +157,9 @@ def records(data: bytes) -> None:
 
 
 def small(data: bytes) -> None:
-    """Heartbeats, replies of servers, keys, the Hub's events, headers and bodies of requests: the first byte chooses."""
+    """Heartbeats, replies of servers, keys, the Hub's events, headers and bodies of requests: the first byte
+    chooses.
+    """
     which, body = data[0] % 6 if data else 0, data[1:]
     text = body.decode("utf-8", "replace")
     if which == 0:
@@ -237,7 +260,9 @@ def checkpoints(data: bytes) -> None:
 
 
 def channels(data: bytes) -> None:
-    """A bundle as a whole channel, with digests put right: planned in, followed, checked, copied, exported."""
+    """A bundle as a whole channel, with digests put right: planned in, followed, checked, copied,
+    exported.
+    """
     parts = containers.unbundle(data)
     if not parts:
         return
@@ -298,7 +323,9 @@ def _sync(parts: Parts) -> Store:
             for have in (None, *reader.versions()):
                 with contextlib.suppress(DeltaSyncError):
                     way = find_chain(reader, have, newest.version)
-                    assert not way or (way[-1].version == newest.version and (way[0].use_anchor or way[0].base == have))
+                    assert not way or (
+                        way[-1].version == newest.version and (way[0].use_anchor or way[0].base == have)
+                    )
                     assert all(stored.base == before.version for before, stored in itertools.pairwise(way))
     for versions in ((None,), (1, 2, None)):
         replica = Replica(store)
@@ -330,7 +357,8 @@ def named_versions(parts: Parts) -> set[int]:
 
 
 def _holding(parts: Parts) -> Store:
-    store = ObstoreStore(f"memory://{uuid.uuid4().hex}", MemoryStore())  # not `memory_store`, which keeps them
+    # not `memory_store`, which keeps them
+    store = ObstoreStore(f"memory://{uuid.uuid4().hex}", MemoryStore())
     for key, data in parts.items():
         with contextlib.suppress(DeltaSyncError):
             store.put(key, data)
@@ -373,7 +401,9 @@ def seal(parts: Parts) -> Parts:
 
 def _seal_record(says: dict[str, Any], sealed: Parts) -> None:
     for part in (says.get("delta"), says.get("anchor")):
-        for file in [file for name in ("parts", "files", "model_files") for file in (part or {}).get(name, ())]:
+        for file in [
+            file for name in ("parts", "files", "model_files") for file in (part or {}).get(name, ())
+        ]:
             with contextlib.suppress(LookupError, TypeError):
                 file |= {"bytes": len(sealed[file["key"]]), "sha256": sha256_hex(sealed[file["key"]])}
     for named in (says.get("base"), says if says.get("kind") == "compaction" else None):

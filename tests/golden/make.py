@@ -1,7 +1,9 @@
-"""`.venv/bin/python -m tests.golden.make` writes the golden channels: bytes of `deltasync/2` that every reader must read.
+"""`.venv/bin/python -m tests.golden.make` writes the golden channels: bytes of `deltasync/2` that every
+reader must read.
 
-Run it only when the format itself changes; what it wrote before is thrown away. Times, epochs and keys are fixed, so it
-writes the same bytes each time. `expected.json` holds the sha256 of each tensor's bits (little-endian) at each version.
+Run it only when the format itself changes; what it wrote before is thrown away. Times, epochs and keys are
+fixed, so it writes the same bytes each time. `expected.json` holds the sha256 of each tensor's bits
+(little-endian) at each version.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ CODECS = ("raw", "packed", "context")
 SECOND, THIRD = "000002-00000002", "000003-00000003"
 MODEL, COMMIT = "golden/model", "0123456789abcdef0123456789abcdef01234567"
 BLOCK = 256  # elements, instead of 2**19, so that small tensors have several blocks
-TILE, SMALL, LEAST, FEW = 100, 160, 400, 1  # the same for tiles: some tensors have them, some are coded by gaps
+# the same for tiles: some tensors have them, some are coded by gaps
+TILE, SMALL, LEAST, FEW = 100, 160, 400, 1
 SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 Weights = dict[str, torch.Tensor]
 Rows = dict[str, list]
@@ -80,7 +83,9 @@ def view(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(-1).view(SIGNED[tensor.element_size()])
 
 
-def moved(before: Mapping[str, torch.Tensor], seed: int, fraction: float, only: tuple[str, ...] = ("",)) -> Weights:
+def moved(
+    before: Mapping[str, torch.Tensor], seed: int, fraction: float, only: tuple[str, ...] = ("",)
+) -> Weights:
     """Bit patterns of some elements moved by little, one in each larger tensor by anything."""
     random = np.random.default_rng(seed)
     after = {name: tensor.clone() for name, tensor in before.items()}
@@ -97,14 +102,17 @@ def moved(before: Mapping[str, torch.Tensor], seed: int, fraction: float, only: 
 
 def versions() -> list[Weights]:
     first = weights()
-    view(first["model.norm.weight"])[:3] = torch.tensor([0, -0x8000, 0x7F80], dtype=torch.int16)  # +0, -0, infinity
+    # +0, -0, infinity
+    view(first["model.norm.weight"])[:3] = torch.tensor([0, -0x8000, 0x7F80], dtype=torch.int16)
     second = moved(first, 2, 0.01, ("model", "single"))
     second["scalar"] = torch.tensor(-0.0, dtype=torch.bfloat16)
     third = second  # nothing changes
     fourth = moved(third, 4, 0.02)
     fourth = moved(fourth, 44, 0.4, ("model.embed",))  # enough for two classes
     # -0, +0 and NaNs of several payloads, infinities
-    view(fourth["model.norm.weight"])[:5] = torch.tensor([-0x8000, 0, 0x7FC1, -0x3F, 0x7F81], dtype=torch.int16)
+    view(fourth["model.norm.weight"])[:5] = torch.tensor(
+        [-0x8000, 0, 0x7FC1, -0x3F, 0x7F81], dtype=torch.int16
+    )
     view(fourth["single"])[:3] = torch.tensor([0x7FC00001, -0x800000, -0x80000000], dtype=torch.int32)
     view(fourth["half"])[:3] = torch.tensor([0x7E01, 0x7C00, -0x400], dtype=torch.int16)
     view(fourth["double"])[:2] = torch.tensor([0x7FF8000000000001, -(2**63)])
@@ -142,7 +150,11 @@ def table(states: list[Weights]) -> dict[str, Rows]:
 
 
 def made(
-    codec_name: str, first: Weights, signer: Signer | None = None, fencing: str = "seal", owner: str | None = None
+    codec_name: str,
+    first: Weights,
+    signer: Signer | None = None,
+    fencing: str = "seal",
+    owner: str | None = None,
 ) -> Made:
     """A new channel, in memory, with its first epoch."""
     channel = Made(ObstoreStore("memory://golden", MemoryStore()), signer, codec_name)
@@ -166,13 +178,16 @@ def write(channel: Made, folder: Path) -> None:
 
 def write_json(path: Path, document: dict) -> None:
     text = json.dumps(document, indent=1, ensure_ascii=False)
-    text = re.sub(r"\[\s([^][]*\[[^]]*\][^]]*)\]", lambda row: " ".join(row[0].split()), text)  # a tensor on a line
+    # a tensor on a line
+    text = re.sub(r"\[\s([^][]*\[[^]]*\][^]]*)\]", lambda row: " ".join(row[0].split()), text)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text + "\n", encoding="utf-8")
 
 
 def by_codec(folder: Path, codec_name: str) -> None:
-    """Six versions in two epochs: inline, without changes, in parts, of every bit; an announced anchor and a compaction."""
+    """Six versions in two epochs: inline, without changes, in parts, of every bit; an announced anchor and a
+    compaction.
+    """
     states = versions()
     channel = made(codec_name, states[0])
     written = [channel.anchor(states[0], step=10, shard_bytes=8000).version]
@@ -201,7 +216,9 @@ def announced(folder: Path) -> None:
 
 
 def reference(folder: Path) -> None:
-    """A channel that starts from a model on the Hub, here in its cache: two files, some float32, without the tied head."""
+    """A channel that starts from a model on the Hub, here in its cache: two files, some float32, without the
+    tied head.
+    """
     snapshot = folder / "reference/hub" / f"models--{MODEL.replace('/', '--')}" / "snapshots" / COMMIT
     snapshot.mkdir(parents=True)
     embed = normal(np.random.default_rng(0), 40, 50)  # as in `weights`, before it is rounded
@@ -249,11 +266,15 @@ def signed(folder: Path) -> None:
     channel.announce(written[4])
     channel.head()
     write(channel, folder / "signed/channel")
-    write_json(folder / "signed/expected.json", {"keys": [first.public, second.public], "versions": table(states)})
+    write_json(
+        folder / "signed/expected.json", {"keys": [first.public, second.public], "versions": table(states)}
+    )
 
 
 def lease(folder: Path) -> None:
-    """Epochs without seals, and no head. The first writer's version 3 came late: it is beside the channel's, a fork."""
+    """Epochs without seals, and no head. The first writer's version 3 came late: it is beside the channel's,
+    a fork.
+    """
     states = small(5)
     channel = made("packed", states[0], fencing="lease")
     channel.anchor(states[0])
@@ -282,7 +303,9 @@ def owned(folder: Path) -> None:
 
 
 def ranks(folder: Path) -> None:
-    """Version 2 in three payloads of two ranks, each of which held some rows of the matrix; one of them has it all."""
+    """Version 2 in three payloads of two ranks, each of which held some rows of the matrix; one of them has
+    it all.
+    """
     states = small(2)
     for codec_name in CODECS:
         channel = made(codec_name, states[0])
@@ -347,7 +370,9 @@ def require_more(channel: Made, states: list[Weights]) -> None:
     """A feature that nobody knows."""
     ((payload, changed),) = channel.encode(states[0], states[1], 2, 1, 1)
     delta = Delta(codec=channel.codec_name, changed=changed)
-    channel.append(channel.record("delta", 2, states[1], delta=delta, requires=["telepathy"]), payload, states[1])
+    channel.append(
+        channel.record("delta", 2, states[1], delta=delta, requires=["telepathy"]), payload, states[1]
+    )
 
 
 def contradict(channel: Made, states: list[Weights]) -> None:

@@ -1,4 +1,6 @@
-"""The demo apart: trainer, two vLLM servers, environment and bucket on hosts of their own (`python -m tests.hosts`)."""
+"""The demo apart: trainer, two vLLM servers, environment and bucket on hosts of their own (`python -m
+tests.hosts`).
+"""
 
 from __future__ import annotations
 
@@ -31,22 +33,39 @@ def parse_args() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m tests.hosts", description=__doc__)
     parser.add_argument(
-        "--store", choices=(*STORES, "both"), default="both", help="S3 (RADOS gateway), HF (local Hub), or both"
+        "--store",
+        choices=(*STORES, "both"),
+        default="both",
+        help="S3 (RADOS gateway), HF (local Hub), or both",
     )
     parser.add_argument("--shape", action="store_true", help="lines of 50 ms there and back, 100 Mbit/s each")
     parser.add_argument("--versions", type=int, default=50, help="versions to publish (default: 50)")
-    parser.add_argument("--replicas", type=int, default=2, help="beyond 2 they are in host memory, and join at half time")
     parser.add_argument(
-        "--regions", action="store_true", help="a relay in the region of those in host memory, which follow its copy"
+        "--replicas", type=int, default=2, help="beyond 2 they are in host memory, and join at half time"
     )
     parser.add_argument(
-        "--task", choices=("counting", "wordle"), default="wordle", help="what the model learns (default: wordle)"
+        "--regions",
+        action="store_true",
+        help="a relay in the region of those in host memory, which follow its copy",
     )
-    parser.add_argument("--loopback", action="store_true", help="no namespaces: all on this host, told apart by ports")
     parser.add_argument(
-        "--out", type=Path, default=Path("demo-hosts-out"), help="earlier runs in it are kept and compared with"
+        "--task",
+        choices=("counting", "wordle"),
+        default="wordle",
+        help="what the model learns (default: wordle)",
     )
-    parser.add_argument("--json", action="store_true", help="print the tables of all runs in --out as a result file instead")
+    parser.add_argument(
+        "--loopback", action="store_true", help="no namespaces: all on this host, told apart by ports"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("demo-hosts-out"),
+        help="earlier runs in it are kept and compared with",
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print the tables of all runs in --out as a result file instead"
+    )
     return parser.parse_args()
 
 
@@ -58,7 +77,10 @@ def main() -> int:
         signal.signal(ending, _interrupt)
     refusal = "--loopback was given" if args.loopback else network.why_not_permitted()
     if refusal is not None:
-        say(f"no network namespaces: {refusal}. All hosts are this one, told apart by ports: no firewall, no counters")
+        say(
+            f"no network namespaces: {refusal}. All hosts are this one, told apart by ports: no firewall, no "
+            "counters"
+        )
         if args.shape:
             say("without namespaces no line can be shaped")
             return 2
@@ -106,7 +128,10 @@ def _verdict(out: Path, versions: int, as_json: bool) -> int:
     (out / "summary.json").write_text(json.dumps({"runs": runs, "bars": bars}, indent=2) + "\n")
     if as_json:
         tables = {name: dict(summary.table(run)) for name, run in runs.items()}
-        rows = [[what, *(table.get(what, "") for table in tables.values())] for what in next(iter(tables.values()), {})]
+        rows = [
+            [what, *(table.get(what, "") for table in tables.values())]
+            for what in next(iter(tables.values()), {})
+        ]
         print(json.dumps(document({"columns": ["", *tables], "rows": rows}), indent=2))
         return 0 if tables else 1
     print("\nbars")

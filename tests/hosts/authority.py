@@ -44,7 +44,9 @@ class Authority:
     def issue(self, host: str, address: str) -> Path:
         """A file with the host's key and its certificate, for its name and its address."""
         key = ec.generate_private_key(ec.SECP256R1())
-        names = x509.SubjectAlternativeName([x509.DNSName(host), x509.IPAddress(ipaddress.ip_address(address))])
+        names = x509.SubjectAlternativeName(
+            [x509.DNSName(host), x509.IPAddress(ipaddress.ip_address(address))]
+        )
         signed = (
             _begun(_named(host), self._name, key)
             .add_extension(names, critical=False)
@@ -55,7 +57,9 @@ class Authority:
         path = self._folder / f"{host}.pem"
         path.touch(0o600)
         path.write_bytes(
-            key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+            key.private_bytes(
+                serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+            )
             + signed.public_bytes(serialization.Encoding.PEM)
         )
         return path

@@ -1,4 +1,6 @@
-"""Creates the bucket at the RADOS gateway that is running, says so, and waits: `python -m tests.hosts.bucket NAME`."""
+"""Creates the bucket at the RADOS gateway that is running, says so, and waits: `python -m tests.hosts.bucket
+NAME`.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """What may pass between the hosts, as rules of nftables; and what did pass, by its counters.
 
-A host takes no packet but of a connection that one of `flows` allows, and sends none. Everything is counted by peer:
+A host takes no packet but of a connection that one of `flows` allows, and sends none. Everything is counted
+by peer:
 
     to_P, from_P                     passed
     refused_to_P, refused_from_P     would have opened a connection that is not allowed

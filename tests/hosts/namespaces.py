@@ -28,7 +28,9 @@ def run(*command: str, given: str | None = None) -> str:
 
 @contextlib.contextmanager
 def inside(name: str) -> Iterator[None]:
-    """The calling thread is in a namespace: sockets that it opens stay there, and so do threads that it starts."""
+    """The calling thread is in a namespace: sockets that it opens stay there, and so do threads that it
+    starts.
+    """
     with open("/proc/thread-self/ns/net", "rb") as home, (_FOLDER / name).open("rb") as there:
         _enter(there.fileno())
         try:

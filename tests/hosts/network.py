@@ -1,9 +1,11 @@
-"""Hosts of our own, each a network namespace on one switch behind a firewall; or this machine, where that is not permitted.
+"""Hosts of our own, each a network namespace on one switch behind a firewall; or this machine, where that is
+not permitted.
 
                          switch
     trainer   environment   bucket   vllm-a   vllm-b   fleet
 
-Everything is gone after the `with` block: processes by their id, namespaces by their name, and devices and rules with them.
+Everything is gone after the `with` block: processes by their id, namespaces by their name, and devices and
+rules with them.
 """
 
 from __future__ import annotations
@@ -142,7 +144,10 @@ class Namespaces:
 
     def counters(self, hosts: Sequence[str] = HOSTS) -> dict[str, dict[str, dict[str, int]]]:
         """See `Network.counters`."""
-        return {host: firewall.parse(namespaces.run(*self.on(host, ["nft", "-j", "list", "counters"]))) for host in hosts}
+        return {
+            host: firewall.parse(namespaces.run(*self.on(host, ["nft", "-j", "list", "counters"])))
+            for host in hosts
+        }
 
     def reset_counters(self) -> None:
         """Count anew."""
@@ -166,7 +171,17 @@ class Namespaces:
         self._ip(host, "address", "add", f"{self._addresses[host]}/24", "dev", "eth0")
         if self._shape is not None:
             for name, device in (("switch", port), (host, "eth0")):
-                namespaces.run("tc", "-n", self._space(name), "qdisc", "replace", "dev", device, "root", *self._discipline())
+                namespaces.run(
+                    "tc",
+                    "-n",
+                    self._space(name),
+                    "qdisc",
+                    "replace",
+                    "dev",
+                    device,
+                    "root",
+                    *self._discipline(),
+                )
         self._ip("switch", "link", "set", port, "master", "bridge0", "up")
         self._ip(host, "link", "set", "lo", "up")
         self._ip(host, "link", "set", "eth0", "up")
@@ -182,7 +197,17 @@ class Namespaces:
     def _has_netem(self) -> bool:
         try:
             namespaces.run(
-                "tc", "-n", self._space("switch"), "qdisc", "add", "dev", "bridge0", "root", "netem", "delay", "1ms"
+                "tc",
+                "-n",
+                self._space("switch"),
+                "qdisc",
+                "add",
+                "dev",
+                "bridge0",
+                "root",
+                "netem",
+                "delay",
+                "1ms",
             )
         except RuntimeError:
             return False
@@ -194,7 +219,9 @@ class Namespaces:
     def _long_lines(self, delay_s: float) -> Iterator[None]:
         spaces = [self._space(name) for name in ("switch", *self._hosts)]
         command = [sys.executable, "-m", "tests.hosts.line", str(delay_s), *spaces]
-        environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))}
+        environ = os.environ | {
+            "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        }
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "log"
             with Child("What makes the long lines", command, environ, log) as child:

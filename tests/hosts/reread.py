@@ -20,7 +20,9 @@ def main(url: str, target: Path, versions: list[int]) -> None:
     for version in sorted(versions):
         replica.sync(version=version)
         state = replica.state_dict()
-        found[version] = {name: hashlib.sha256(bits_of(tensor).tobytes()).hexdigest() for name, tensor in state.items()}
+        found[version] = {
+            name: hashlib.sha256(bits_of(tensor).tobytes()).hexdigest() for name, tensor in state.items()
+        }
     target.write_text(json.dumps(found))
 
 

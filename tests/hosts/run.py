@@ -18,7 +18,16 @@ from deltasync.errors import DeltaSyncError
 from demo import report
 from demo.processes import Child
 from tests.hosts import summary
-from tests.hosts.network import HOSTS, REPLICAS, Loopback, Namespaces, Network, Shape, is_refused, round_trip_s
+from tests.hosts.network import (
+    HOSTS,
+    REPLICAS,
+    Loopback,
+    Namespaces,
+    Network,
+    Shape,
+    is_refused,
+    round_trip_s,
+)
 from tests.hosts.services import Services
 
 DIGEST_EVERY = 8  # versions between two proofs of bits while the run goes on
@@ -38,8 +47,10 @@ class RunSettings:
         store: One of `services.STORES`.
         task: `counting` or `wordle`.
         versions: To publish.
-        replicas: The vLLM servers, and beyond them replicas in host memory, which join when half of the versions are out.
-        regions: Whether the fleet is a region of its own, whose replicas follow a copy that a relay keeps there.
+        replicas: The vLLM servers, and beyond them replicas in host memory, which join when half of the
+            versions are out.
+        regions: Whether the fleet is a region of its own, whose replicas follow a copy that a relay keeps
+            there.
         shape: How far apart the hosts are; None for not at all.
         refusal: Why there are no namespaces; None if there are.
     """
@@ -106,8 +117,13 @@ class _Run:
         self._start_services()
         checks = self._check_network()
         self._stack.enter_context(self._services.router())
-        self._say("starting AsyncGRPO; it generates on both replicas, and hears of their versions by the bucket alone")
-        trainer = self._stack.enter_context(self._services.trainer(self._settings.versions - 1, self._settings.task))
+        self._say(
+            "starting AsyncGRPO; it generates on both replicas, and hears of their versions by the bucket "
+            "alone"
+        )
+        trainer = self._stack.enter_context(
+            self._services.trainer(self._settings.versions - 1, self._settings.task)
+        )
         self._watch(trainer)
         statuses = {host: self._caught_up(host) for host in REPLICAS}
         for host in REPLICAS:
@@ -139,10 +155,15 @@ class _Run:
         bucket.wait_until(lambda: any(map(ready, log.read_text().splitlines())), START_S, "to start")
         if self._settings.task == "wordle":
             environment = self._stack.enter_context(self._services.environment())
-            environment.wait_until(lambda: self._ask("environment", "/health") is not None, START_S, "to start")
+            environment.wait_until(
+                lambda: self._ask("environment", "/health") is not None, START_S, "to start"
+            )
         if self._settings.regions:
             self._stack.enter_context(self._services.relay())
-        self._say(f"the bucket is up; starting two vLLM servers, which are told the channel {self._services.channel}")
+        self._say(
+            "the bucket is up; starting two vLLM servers, which are told the channel "
+            f"{self._services.channel}"
+        )
         self._replicas = {host: self._stack.enter_context(self._services.replica(host)) for host in REPLICAS}
         for host, server in self._replicas.items():
             server.wait_until(lambda host=host: self._ask(host, "/deltasync/status"), START_S, "to start")
@@ -156,10 +177,16 @@ class _Run:
             "round_trip_ms": round(1e3 * round_trip_s(network, "trainer", "vllm-a"), 2),
         }
         if isinstance(network, Namespaces):
-            tried = {f"{host} to trainer": is_refused(network, host, "trainer") for host in HOSTS if host != "trainer"}
+            tried = {
+                f"{host} to trainer": is_refused(network, host, "trainer")
+                for host in HOSTS
+                if host != "trainer"
+            }
             noticed = network.counters()
             network.reset_counters()
-            counted = all(noticed[host]["refused_to_trainer"]["packets"] > 0 for host in HOSTS if host != "trainer")
+            counted = all(
+                noticed[host]["refused_to_trainer"]["packets"] > 0 for host in HOSTS if host != "trainer"
+            )
             checks["refused"] = all(tried.values()) and counted
             verb = "refuses and counts" if checks["refused"] else "does NOT refuse and count"
             self._say(f"the firewall {verb}: {', '.join(tried)}")
@@ -193,7 +220,9 @@ class _Run:
         self._sample()
 
     def _sample(self) -> None:
-        """Note the bytes that the trainer has sent to the bucket when a version is out; let the others join at half time."""
+        """Note the bytes that the trainer has sent to the bucket when a version is out; let the others join
+        at half time.
+        """
         versions = [line["version"] for line in report.read_lines(self._folder / "published.jsonl")]
         if not versions:
             return
@@ -206,7 +235,8 @@ class _Run:
                 self._say(f"version {versions[-1]} is out; {extra} replicas in host memory join")
                 channel = self._services.far_channel if self._settings.regions else self._services.channel
                 self._followers = [
-                    self._stack.enter_context(self._services.follower(number, channel)) for number in range(extra)
+                    self._stack.enter_context(self._services.follower(number, channel))
+                    for number in range(extra)
                 ]
 
     def _prove(self, host: str) -> None:
@@ -231,7 +261,9 @@ class _Run:
         wanted = f'"version": {self._settings.versions},'
         for number, follower in enumerate(self._followers):
             log = self._folder / f"replica-{number}.log"
-            follower.wait_until(lambda log=log: wanted in log.read_text(), CATCH_UP_S, "to reach the last version")
+            follower.wait_until(
+                lambda log=log: wanted in log.read_text(), CATCH_UP_S, "to reach the last version"
+            )
 
     def _reread(self) -> dict[int, dict[str, str]]:
         """sha256 by version and tensor, of what the channel holds."""
@@ -243,7 +275,8 @@ class _Run:
         return {int(version): sha256 for version, sha256 in found.items()}
 
     def _ask(self, host: str, path: str) -> Any:
-        """What a service tells on its own host, so that nothing of it is counted; None while it does not answer.
+        """What a service tells on its own host, so that nothing of it is counted; None while it does not
+        answer.
 
         Raises:
             DeltaSyncError: it answered with an error.
@@ -252,9 +285,14 @@ class _Run:
             self._services.url(host) + path, headers={"Authorization": f"Bearer {self._services.token(host)}"}
         )
         try:
-            with self._network.inside(host), urllib.request.urlopen(request, timeout=30, context=self._trust) as reply:
+            with (
+                self._network.inside(host),
+                urllib.request.urlopen(request, timeout=30, context=self._trust) as reply,
+            ):
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            raise DeltaSyncError(f"{request.full_url} answered {error.code}: {error.read()[:300]!r}") from None
+            raise DeltaSyncError(
+                f"{request.full_url} answered {error.code}: {error.read()[:300]!r}"
+            ) from None
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return None

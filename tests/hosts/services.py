@@ -1,7 +1,7 @@
 """The programs of a run: who is told what, and started how. Everything speaks HTTPS and wants a token.
 
-What trusts the throw-away authority is told by its environment, as with any private authority: SSL_CERT_FILE is read by
-obstore, hf_xet, huggingface_hub and Python's own clients, AWS_CA_BUNDLE by boto3.
+What trusts the throw-away authority is told by its environment, as with any private authority: SSL_CERT_FILE
+is read by obstore, hf_xet, huggingface_hub and Python's own clients, AWS_CA_BUNDLE by boto3.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ def why_not_runnable(store: str) -> str | None:
     """Which programs are missing, None if none is."""
     programs = ("haproxy", *(radosgw.PROGRAMS if store == "s3" else ()))
     missing = [program for program in programs if shutil.which(program) is None]
-    return f"not installed: {', '.join(missing)} (Debian: haproxy, ceph-mon, ceph-osd, radosgw)" if missing else None
+    return (
+        f"not installed: {', '.join(missing)} (Debian: haproxy, ceph-mon, ceph-osd, radosgw)"
+        if missing
+        else None
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +69,8 @@ class Services:
         self.tokens = Tokens()
         self.authority = authority.certificate
         self._certificates = {
-            host: authority.issue(host, network.place(host)[0]) for host in ("bucket", "environment", *REPLICAS)
+            host: authority.issue(host, network.place(host)[0])
+            for host in ("bucket", "environment", *REPLICAS)
         }
         self._router_port = free_port()
         cores = sorted(os.sched_getaffinity(0))
@@ -144,7 +149,9 @@ class Services:
         return self._child(host, f"vLLM on {host}", command, env, self._serving)
 
     def router(self) -> Child:
-        """The router, on the trainer's host: TRL knows one URL and no token; here are the replicas, and the key for them."""
+        """The router, on the trainer's host: TRL knows one URL and no token; here are the replicas, and the
+        key for them.
+        """
         servers = {
             host: "{}:{} ssl verify required ca-file {} sni str({}) check-sni {}".format(
                 *self._network.place(host), self.authority, host, host
@@ -163,8 +170,20 @@ class Services:
     def trainer(self, steps: int, task: str) -> Child:
         """TRL; learns of the replicas' versions from their heartbeats in the channel alone."""
         command = [sys.executable, "-m", "demo.train", "--model", str(self._model), "--channel", self.channel]
-        command += ["--server-url", f"http://127.0.0.1:{self._router_port}", "--steps", str(steps), "--seed", "0"]
-        command += ["--metrics", str(self._folder / "metrics.jsonl"), "--published", str(self._folder / "published.jsonl")]
+        command += [
+            "--server-url",
+            f"http://127.0.0.1:{self._router_port}",
+            "--steps",
+            str(steps),
+            "--seed",
+            "0",
+        ]
+        command += [
+            "--metrics",
+            str(self._folder / "metrics.jsonl"),
+            "--published",
+            str(self._folder / "published.jsonl"),
+        ]
         if task == "wordle":
             command += ["--task", "wordle", "--environment-url", self.url("environment")]
         env = self.store_env(WRITE) | {
@@ -186,11 +205,19 @@ class Services:
         """A replica in host memory; one JSON line for each version in its log."""
         command = [sys.executable, "-m", "deltasync", "follow", channel, "--json"]
         env = self.store_env(READ) | {"DELTASYNC_POLL_INTERVAL_S": "0.2", "OMP_NUM_THREADS": "1"}
-        return self._child("fleet", f"Replica {number} in host memory", command, env, self._serving, f"replica-{number}")
+        return self._child(
+            "fleet", f"Replica {number} in host memory", command, env, self._serving, f"replica-{number}"
+        )
 
     def rereader(self, versions: list[int]) -> Child:
         """Reads versions from the channel, on the bucket's own host, into `channel.json`."""
-        command = [sys.executable, "-m", "tests.hosts.reread", self.channel, str(self._folder / "channel.json")]
+        command = [
+            sys.executable,
+            "-m",
+            "tests.hosts.reread",
+            self.channel,
+            str(self._folder / "channel.json"),
+        ]
         command += map(str, versions)
         return self._child("bucket", "Reading the channel", command, self.store_env(READ), None, "reread")
 
@@ -208,9 +235,17 @@ class Services:
         }
 
     def _child(
-        self, host: str, name: str, command: list[str], env: Mapping[str, str], cores: list[int] | None, log: str = ""
+        self,
+        host: str,
+        name: str,
+        command: list[str],
+        env: Mapping[str, str],
+        cores: list[int] | None,
+        log: str = "",
     ) -> Child:
-        environ = {variable: value for variable, value in os.environ.items() if not variable.startswith(_OURS)}
+        environ = {
+            variable: value for variable, value in os.environ.items() if not variable.startswith(_OURS)
+        }
         environ["PYTHONPATH"] = os.pathsep.join(
             filter(None, [str(ROOT), str(ROOT / "examples"), os.environ.get("PYTHONPATH")])
         )

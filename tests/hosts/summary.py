@@ -45,7 +45,9 @@ def summarize(
         checks: Taken over as they are.
     """
     published = list(report.read_lines(folder / "published.jsonl"))
-    rewards = [line["reward"] for line in report.read_lines(folder / "metrics.jsonl") if line["reward"] is not None]
+    rewards = [
+        line["reward"] for line in report.read_lines(folder / "metrics.jsonl") if line["reward"] is not None
+    ]
     commits = {host: statuses[host]["commits"] for host in REPLICAS}
     everything = [commit for host in REPLICAS for commit in commits[host]]
     deltas = published[1:]
@@ -79,13 +81,19 @@ def summarize(
 
 
 def bit_exact(
-    proofs: dict[str, list[dict[str, Any]]], channel: dict[int, dict[str, str]], trained: dict[int, dict[str, str]]
+    proofs: dict[str, list[dict[str, Any]]],
+    channel: dict[int, dict[str, str]],
+    trained: dict[int, dict[str, str]],
 ) -> bool:
-    """Whether live memory, the channel and what the trainer's optimizer made are the same, the last version included."""
+    """Whether live memory, the channel and what the trainer's optimizer made are the same, the last version
+    included.
+    """
     last = max(trained)
     return all(
         host_proofs[-1]["version"] == last
-        and all(proof["sha256"] == trained[proof["version"]] == channel[proof["version"]] for proof in host_proofs)
+        and all(
+            proof["sha256"] == trained[proof["version"]] == channel[proof["version"]] for proof in host_proofs
+        )
         for host_proofs in proofs.values()
     )
 
@@ -100,7 +108,9 @@ def _total(counters: dict[str, dict[str, int]], kind: str) -> int:
 
 
 def _opened_by_vllm(counters: dict[str, dict[str, dict[str, int]]]) -> dict[str, int]:
-    """Bytes of packets by which a vLLM host would have opened a connection to the trainer, sent or received; none passed."""
+    """Bytes of packets by which a vLLM host would have opened a connection to the trainer, sent or received;
+    none passed.
+    """
     found = {}
     for host in REPLICAS:
         if host in counters:
@@ -109,7 +119,9 @@ def _opened_by_vllm(counters: dict[str, dict[str, dict[str, int]]]) -> dict[str,
     return found
 
 
-def _upload(published: list[dict[str, Any]], uploads: dict[int, int], joined_at: int | None) -> dict[str, Any]:
+def _upload(
+    published: list[dict[str, Any]], uploads: dict[int, int], joined_at: int | None
+) -> dict[str, Any]:
     """Bytes from trainer to bucket per byte of payload, before and after the others joined."""
     found: dict[str, Any] = {}
     versions = sorted(uploads)
@@ -155,7 +167,11 @@ def bars(runs: dict[str, dict[str, Any]], versions: int) -> list[tuple[str, str,
         found.append((f"{name}: at least {versions} versions", str(published), published >= versions))
         counts = " and ".join(f"{len(each)}" for each in run["bits_checked_at"].values())
         found.append(
-            (f"{name}: bits of both replicas, channel and trainer equal", f"at {counts} versions", run["bit_exact"])
+            (
+                f"{name}: bits of both replicas, channel and trainer equal",
+                f"at {counts} versions",
+                run["bit_exact"],
+            )
         )
         if run["isolated"]:
             opened = sum(run["opened_by_vllm"].values())
@@ -174,7 +190,9 @@ def bars(runs: dict[str, dict[str, Any]], versions: int) -> list[tuple[str, str,
             if plain is not None:
                 ratio = run["pause_ms_p50"] / plain["pause_ms_p50"]
                 text = f"{run['pause_ms_p50']:.1f} to {plain['pause_ms_p50']:.1f} ms"
-                found.append((f"{name}: pause p50 as unshaped", text, 1 / PAUSE_WITHIN <= ratio <= PAUSE_WITHIN))
+                found.append(
+                    (f"{name}: pause p50 as unshaped", text, 1 / PAUSE_WITHIN <= ratio <= PAUSE_WITHIN)
+                )
         if run["regions"] and run["far"]:
             ratio, count = run["far"]["ratio"], run["replicas"] - len(REPLICAS)
             text = f"{ratio:.3f} bytes per published byte, {count} replicas behind the relay"
@@ -182,18 +200,25 @@ def bars(runs: dict[str, dict[str, Any]], versions: int) -> list[tuple[str, str,
         if "with_fleet" in run["upload"]:
             alone, fleet = (run["upload"][key]["ratio"] for key in ("alone", "with_fleet"))
             text = f"{fleet:.3f} bytes per byte of payload, {alone:.3f} with the two alone"
-            found.append((f"{name}: upload with {run['replicas']} replicas", text, fleet <= UPLOAD_WITHIN * alone))
+            found.append(
+                (f"{name}: upload with {run['replicas']} replicas", text, fleet <= UPLOAD_WITHIN * alone)
+            )
     return found
 
 
 def table(run: dict[str, Any]) -> list[tuple[str, str]]:
     """A run's numbers as rows for people."""
-    checked = "; ".join(f"{host} {', '.join(map(str, versions))}" for host, versions in run["bits_checked_at"].items())
+    checked = "; ".join(
+        f"{host} {', '.join(map(str, versions))}" for host, versions in run["bits_checked_at"].items()
+    )
     committed = ", ".join(f"{host} {count}" for host, count in run["versions_committed"].items())
     rows = [
         ("versions published; commits", f"{run['versions_published']}; {committed}"),
         ("bits equal (memory, channel, trainer)", f"{'yes' if run['bit_exact'] else 'NO'}, at {checked}"),
-        ("delta payload, mean", f"{run['payload_bytes_mean'] / 1e3:.1f} kB, {run['changed_fraction_mean']:.2%} changed"),
+        (
+            "delta payload, mean",
+            f"{run['payload_bytes_mean'] / 1e3:.1f} kB, {run['changed_fraction_mean']:.2%} changed",
+        ),
         ("generation pause, p50 / p95", f"{run['pause_ms_p50']:.1f} / {run['pause_ms_p95']:.1f} ms"),
         ("lag, encoded to served, p50 / p95", f"{run['lag_s_p50']:.2f} / {run['lag_s_p95']:.2f} s"),
         (
@@ -201,14 +226,22 @@ def table(run: dict[str, Any]) -> list[tuple[str, str]]:
             f"{run['encode_s_mean']:.3f}; {run['stage_s_p50']:.3f}; {run['ack_s_mean']:.2f} s",
         ),
         (f"reward, first / last {WINDOW} steps", f"{run['reward_first']:.3f} -> {run['reward_last']:.3f}"),
-        ("round trip", f"{run['round_trip_ms']:.1f} ms{'' if run['shaped_by'] is None else ', by ' + run['shaped_by']}"),
+        (
+            "round trip",
+            f"{run['round_trip_ms']:.1f} ms{'' if run['shaped_by'] is None else ', by ' + run['shaped_by']}",
+        ),
     ]
     for host, peers in run["bytes"].items():
         sent = ", ".join(f"{count / 1e6:.2f} MB to {peer}" for peer, count in peers.items())
         refused = f"; refused {run['refused_packets'][host]}, stray {run['stray_packets'][host]} packets"
         rows.append((f"sent by {host}", (sent or "nothing") + refused))
     for name, upload in run["upload"].items():
-        rows.append((f"upload, {name}", f"{upload['ratio']:.3f} bytes per byte of payload, {upload['versions']} versions"))
+        rows.append(
+            (
+                f"upload, {name}",
+                f"{upload['ratio']:.3f} bytes per byte of payload, {upload['versions']} versions",
+            )
+        )
     if run["far"]:
         rows.append(("bucket to fleet", f"{run['far']['ratio']:.3f} bytes per published byte"))
     rows.append(("wall time", f"{run['wall_s']:.0f} s"))

@@ -61,11 +61,17 @@ def test_s3_with_a_private_authority(
             _is_followed(server.url(bucket))
 
 
-def test_the_hub_with_a_private_authority(authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_with_a_private_authority(
+    authority: Authority, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with _hub_over_https(authority.issue("hub", "127.0.0.1")) as endpoint:
         monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", endpoint)
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-        for name, value in (("HF_TOKEN", WRITE), ("HF_XET_CACHE", str(tmp_path)), ("HF_XET_TELEMETRY_ENABLED", "0")):
+        for name, value in (
+            ("HF_TOKEN", WRITE),
+            ("HF_XET_CACHE", str(tmp_path)),
+            ("HF_XET_TELEMETRY_ENABLED", "0"),
+        ):
             monkeypatch.setenv(name, value)
         huggingface_hub.close_session()
         try:

@@ -1,10 +1,11 @@
-"""The content-addressed store of Xet, as far as hf_xet 1.8 asks: xorbs and shards in, reconstructions and ranges out.
+"""The content-addressed store of Xet, as far as hf_xet 1.8 asks: xorbs and shards in, reconstructions and
+ranges out.
 
-A xorb is a row of chunks, each `u8 version (0), u24 stored length, u8 compression, u24 length, stored bytes`, perhaps with a
-footer. A shard says of which chunks of which xorbs a file consists, in records of 48 bytes:
+A xorb is a row of chunks, each `u8 version (0), u24 stored length, u8 compression, u24 length, stored bytes`,
+perhaps with a footer. A shard says of which chunks of which xorbs a file consists, in records of 48 bytes:
 
-    header
-    per file: hash, u32 flags, u32 term count; the terms: xorb hash, u32 flags, u32 bytes, u32 first chunk, u32 end chunk;
+    header per file: hash, u32 flags, u32 term count; the terms: xorb hash, u32 flags, u32 bytes, u32 first
+    chunk, u32 end chunk;
               as many records of verification if flag 31 is set, one record of metadata if flag 30 is set
     32 bytes of 0xFF and 16 more; then the same for xorbs, which nobody asks for here
 
@@ -32,7 +33,9 @@ _BOOKEND = b"\xff" * 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Xorb:
-    """Bytes, and where its chunks start in them (`stored`) and in what they decompress to (`unpacked`), ends included."""
+    """Bytes, and where its chunks start in them (`stored`) and in what they decompress to (`unpacked`), ends
+    included.
+    """
 
     data: bytes
     stored: list[int]
@@ -84,7 +87,9 @@ class Cas:
         return None if terms is None else sum(term.bytes for term in terms)
 
     def _check_token(self, request: web.Request, *scopes: str) -> None:
-        scope, expires_s = self._tokens.get(request.headers.get("Authorization", "").removeprefix("Bearer "), ("", 0.0))
+        scope, expires_s = self._tokens.get(
+            request.headers.get("Authorization", "").removeprefix("Bearer "), ("", 0.0)
+        )
         if scope not in scopes or time.time() >= expires_s:
             raise web.HTTPUnauthorized(text="no, or an expired, token")
 
@@ -118,12 +123,19 @@ class Cas:
         fetch: dict[str, list[dict[str, object]]] = {}
         for term in dict.fromkeys((term.xorb, term.start, term.end) for term in wanted):
             xorb, first, last = term
-            bytes_range = {"start": self._xorbs[xorb].stored[first], "end": self._xorbs[xorb].stored[last] - 1}
+            bytes_range = {
+                "start": self._xorbs[xorb].stored[first],
+                "end": self._xorbs[xorb].stored[last] - 1,
+            }
             ranges = [{"chunks": {"start": first, "end": last}, "bytes": bytes_range}]
             url = f"{request.scheme}://{request.headers['Host']}/data/{xorb}?X-Signature=secret"
             fetch.setdefault(xorb, []).append({"url": url, "ranges": ranges})
         told = [
-            {"hash": term.xorb, "unpacked_length": term.bytes, "range": {"start": term.start, "end": term.end}}
+            {
+                "hash": term.xorb,
+                "unpacked_length": term.bytes,
+                "range": {"start": term.start, "end": term.end},
+            }
             for term in wanted
         ]
         return web.json_response({"offset_into_first_range": offset, "terms": told, "xorbs": fetch})

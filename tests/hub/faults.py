@@ -25,8 +25,8 @@ class Fault:
         reset: Break the connection instead of answering.
         after: Do what was asked, and then answer with `status` or `reset`: the reply is lost.
         slow_s: Answer later.
-        flip, truncate, empty, cut: Answer with a body that has a bit inverted, its second half missing, nothing in it, or
-            that breaks off before its announced length.
+        flip, truncate, empty, cut: Answer with a body that has a bit inverted, its second half missing,
+            nothing in it, or that breaks off before its announced length.
         failed: `batch`: report this error for every operation and do none (a 200 with `failed`).
         stale: `tree`, `paths_info`, `resolve`: as it was before the newest change of each file.
         expired: `read_token`, `write_token`: hand out a token that the CAS no longer accepts.
@@ -155,7 +155,10 @@ class Steps:
         began, used = self._windows[kind]
         left_s = int(began + window_s - time.time()) + 1
         policy = f'"fixed window";"{kind}";q={limits[kind]};w={window_s:.0f}'
-        return {"RateLimit": f'"{kind}";r={max(0, limits[kind] - used)};t={left_s}', "RateLimit-Policy": policy}
+        return {
+            "RateLimit": f'"{kind}";r={max(0, limits[kind] - used)};t={left_s}',
+            "RateLimit-Policy": policy,
+        }
 
     def _remembered(self, step: str, request: web.Request) -> web.Response | None:
         if step != "resolve" or time.time() >= self._negative.get(request.path, 0.0):

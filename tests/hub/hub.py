@@ -17,7 +17,9 @@ from tests.hub.cas import Cas
 from tests.hub.faults import FAULT, Steps, problem
 
 WRITE, READ, EXPIRED = "hf_good", "hf_readonly", "hf_expired"
-"""The tokens it knows; any other is refused. One that begins with `WRITE_` may do the same, for a log by process."""
+"""The tokens it knows; any other is refused. One that begins with `WRITE_` may do the same, for a log by
+process.
+"""
 
 _PAGE = 1000
 _MOST_OPERATIONS = 1000
@@ -63,7 +65,11 @@ class Bucket:
 
     def seen(self, stale: bool) -> Iterable[tuple[str, File]]:
         """The files, or those of a replica that lags behind by one change each."""
-        return [(path, seen) for path, file in self.files.items() if (seen := file.before if stale else file) is not None]
+        return [
+            (path, seen)
+            for path, file in self.files.items()
+            if (seen := file.before if stale else file) is not None
+        ]
 
     def _tell(self, change: dict[str, object]) -> None:
         self.sequence += 1
@@ -128,7 +134,9 @@ class Hub:
         if bucket_id in self.buckets:
             return web.json_response(reply | {"error": "You already created this bucket"}, status=409)
         # `private` by huggingface_hub 1, `visibility` by 2.
-        self.buckets[bucket_id] = Bucket(settings.get("private") is True or settings.get("visibility") == "private")
+        self.buckets[bucket_id] = Bucket(
+            settings.get("private") is True or settings.get("visibility") == "private"
+        )
         return web.json_response(reply)
 
     async def _info(self, request: web.Request) -> web.Response:
@@ -143,7 +151,9 @@ class Hub:
         return web.json_response({})
 
     async def _tree(self, request: web.Request) -> web.Response:
-        """Pages of what starts with the prefix, in no promised order: here backwards. Folders are listed as well."""
+        """Pages of what starts with the prefix, in no promised order: here backwards. Folders are listed as
+        well.
+        """
         bucket, prefix = self._bucket(request), request.match_info.get("prefix", "")
         found: dict[str, dict[str, object]] = {}
         listed_s = time.time() - self._steps.conditions.list_delay_s
@@ -158,14 +168,18 @@ class Hub:
         page = sorted(found, reverse=True)[first : first + _PAGE]
         headers = {}
         if first + _PAGE < len(found):
-            following = request.url.update_query(cursor=first if self._steps.conditions.repeat_cursor else first + _PAGE)
+            following = request.url.update_query(
+                cursor=first if self._steps.conditions.repeat_cursor else first + _PAGE
+            )
             headers["Link"] = f'<{following}>; rel="next"'
         return web.json_response([found[path] for path in page], headers=headers)
 
     async def _paths_info(self, request: web.Request) -> web.Response:
         files = dict(self._bucket(request).seen(request[FAULT].stale))
         paths = (await request.json())["paths"]
-        return web.json_response([{"type": "file", **_described(path, files[path])} for path in paths if path in files])
+        return web.json_response(
+            [{"type": "file", **_described(path, files[path])} for path in paths if path in files]
+        )
 
     async def _batch(self, request: web.Request) -> web.Response:
         bucket = self._bucket(request, writing=True)
@@ -206,9 +220,15 @@ class Hub:
         return self._token(request, "write")
 
     def _token(self, request: web.Request, scope: str) -> web.Response:
-        token, expires_s = self._cas.issue_token(scope, request[FAULT].expired, request.headers["Authorization"])
+        token, expires_s = self._cas.issue_token(
+            scope, request[FAULT].expired, request.headers["Authorization"]
+        )
         url = f"{request.scheme}://{request.headers['Host']}"
-        headers = {"X-Xet-Cas-Url": url, "X-Xet-Access-Token": token, "X-Xet-Token-Expiration": str(expires_s)}
+        headers = {
+            "X-Xet-Cas-Url": url,
+            "X-Xet-Access-Token": token,
+            "X-Xet-Token-Expiration": str(expires_s),
+        }
         return web.json_response({"casUrl": url, "accessToken": token, "exp": expires_s}, headers=headers)
 
     async def _resolve(self, request: web.Request) -> web.Response:
@@ -229,11 +249,15 @@ class Hub:
         )
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Changes as they happen, after those since the cursor. The cursor is the number of the last one told."""
+        """Changes as they happen, after those since the cursor. The cursor is the number of the last one
+        told.
+        """
         bucket, cursor = self._bucket(request), request.query.get("cursor")
         if cursor is not None and not cursor.isdigit():
             return problem(400, "Invalid cursor")
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         await response.prepare(request)
         listener: asyncio.Queue[Change | str | bytes] = asyncio.Queue()
         bucket.listeners.add(listener)

@@ -1,4 +1,6 @@
-"""Trainers of TRL that take a `weight_transfer`, real but for the rollout worker: it is a stub in this process."""
+"""Trainers of TRL that take a `weight_transfer`, real but for the rollout worker: it is a stub in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,18 @@ class Completions(Answers):
             self.asked.append((asked.headers.get("x-deltasync-version"), replica.version or 0))
             ids, spans = complete(json.loads(asked.body))
             choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-2.0] * len(ids)}}
-            versions = {"x-deltasync-versions": f"{spans[0][0]}..{spans[-1][0]}", "x-deltasync-spans": json.dumps([spans])}
+            versions = {
+                "x-deltasync-versions": f"{spans[0][0]}..{spans[-1][0]}",
+                "x-deltasync-spans": json.dumps([spans]),
+            }
             return 200, {"choices": [choice]}, versions | {"content-type": "application/json"}
 
         super().__init__(answer)
 
 
 class StubWorker:
-    """A rollout worker in this process, without a server: samples with made-up advantages, stamped with the version.
+    """A rollout worker in this process, without a server: samples with made-up advantages, stamped with the
+    version.
 
     Refills when TRL says that a version is synced; calls `on_version` then.
     """
@@ -118,7 +124,9 @@ def grpo_sample(group: int, member: int, **fields: Any) -> Any:
 
     mask = fields["completion_mask"].astype(np.float32)
     metrics = {"reward": float(member), "reward_std": 1.0}
-    return RolloutSample(**fields, old_log_probs=-5 * mask, advantage=float(member - 1), group_id=group, metrics=metrics)
+    return RolloutSample(
+        **fields, old_log_probs=-5 * mask, advantage=float(member - 1), group_id=group, metrics=metrics
+    )
 
 
 def distillation_sample(group: int, member: int, **fields: Any) -> Any:
@@ -137,7 +145,9 @@ def distillation_sample(group: int, member: int, **fields: Any) -> Any:
 
 
 def share_of_digits(completion_ids: Sequence[Sequence[int]], **_: Any) -> list[float]:
-    """How much of an answer are digits, which a model with random weights learns in a few steps; a reward function."""
+    """How much of an answer are digits, which a model with random weights learns in a few steps; a reward
+    function.
+    """
     return [statistics.fmean(token in DIGITS for token in ids) for ids in completion_ids]
 
 
@@ -172,7 +182,9 @@ def make_async_trainer(
     tools: list[Callable[..., Any]] | None = None,
     **settings: Any,
 ) -> Any:
-    """By the callback alone, unless a `weight_transfer` is given; with TRL's own rollout worker, if not with a stub."""
+    """By the callback alone, unless a `weight_transfer` is given; with TRL's own rollout worker, if not with
+    a stub.
+    """
     from demo import trl_on_cpu
 
     trl_on_cpu.prepare()
@@ -182,8 +194,11 @@ def make_async_trainer(
     trainer = AsyncGRPOTrainer(
         model=str(checkpoint),
         reward_funcs=share_of_digits,
-        args=AsyncGRPOConfig(**({"output_dir": str(checkpoint.parent / "out"), "num_generations": 3} | SHARED | settings)),
-        train_dataset=train_dataset or Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
+        args=AsyncGRPOConfig(
+            **({"output_dir": str(checkpoint.parent / "out"), "num_generations": 3} | SHARED | settings)
+        ),
+        train_dataset=train_dataset
+        or Dataset.from_dict({"prompt": [[{"role": "user", "content": "count from 12"}]] * 8}),
         processing_class=tokenizer,
         rollout_worker=StubWorker(tokenizer, events, on_version, grpo_sample) if stub else None,
         weight_transfer=weight_transfer,
@@ -197,7 +212,9 @@ def make_async_trainer(
 
 
 def _end_at_once(worker: Any) -> None:
-    """TRL waits for 15 seconds, and then kills, where its process has samples left that nobody takes any more."""
+    """TRL waits for 15 seconds, and then kills, where its process has samples left that nobody takes any
+    more.
+    """
     stop = worker.stop
 
     def stop_and_take() -> None:

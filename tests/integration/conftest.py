@@ -18,8 +18,20 @@ def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("DeepSpeed compiles a part of itself, and there is no g++ here")
     folder = tmp_path_factory.mktemp("deepspeed")
     packages = ["deepspeed==0.19.8", "hjson", "msgpack"]  # the others that it needs, vLLM needs too
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *packages]
-    done = subprocess.run(command, env=os.environ | {"DS_BUILD_OPS": "0"}, capture_output=True, text=True, timeout=300)
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--target",
+        str(folder),
+        *packages,
+    ]
+    done = subprocess.run(
+        command, env=os.environ | {"DS_BUILD_OPS": "0"}, capture_output=True, text=True, timeout=300
+    )
     if done.returncode:
         pytest.skip(f"pip cannot install DeepSpeed: {done.stderr.strip().splitlines()[-1]}")
     return folder

@@ -1,4 +1,6 @@
-"""Two ranks, of which the second dies while it uploads: dying_rank.py CHANNEL RANK, not by torchrun, which ends both."""
+"""Two ranks, of which the second dies while it uploads: dying_rank.py CHANNEL RANK, not by torchrun, which
+ends both.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """A rank that publishes five versions and ends without close(): ending_ranks.py CHANNEL HOW RANK SIZE.
 
-HOW is what is executed at the end. With `signalled` the rank publishes until SIGTERM comes; CHANNEL.RANK has its last step.
+HOW is what is executed at the end. With `signalled` the rank publishes until SIGTERM comes; CHANNEL.RANK has
+its last step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Which tokens given weights make, by transformers: the proof of what digests cannot see, that vLLM computes with them."""
+"""Which tokens given weights make, by transformers: the proof of what digests cannot see, that vLLM computes
+with them.
+"""
 
 from __future__ import annotations
 
@@ -50,6 +52,8 @@ def shortfall(checkpoint: Path, weights: Mapping[str, torch.Tensor], tokens: lis
     assert set(missing.missing_keys) <= {"lm_head.weight"}
     model.tie_weights()
     with torch.no_grad():
-        logits = model(input_ids=torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+        logits = (
+            model(input_ids=torch.tensor([PROMPT + tokens])).logits[0, len(PROMPT) - 1 : -1].log_softmax(-1)
+        )
     chosen = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0]
     return float((logits.max(-1).values - chosen).max())

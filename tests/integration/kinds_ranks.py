@@ -1,9 +1,10 @@
-"""What each rank does in `test_kinds`, for each way of cutting a model: kinds_ranks.py FOLDER KIND..., by torchrun.
+"""What each rank does in `test_kinds`, for each way of cutting a model: kinds_ranks.py FOLDER KIND..., by
+torchrun.
 
-A first version, a delta, one after an evaluation, and one after a restart; on a channel that is there, of other ranks, two
-more. Each version is compared with the whole model. FOLDER/<kind>.<rank>.json says what came, or how it was refused.
-A kind may be a loop of guides/sharded.md, by what its first line says it needs: it runs as printed, and its last version is
-compared.
+A first version, a delta, one after an evaluation, and one after a restart; on a channel that is there, of
+other ranks, two more. Each version is compared with the whole model. FOLDER/<kind>.<rank>.json says what
+came, or how it was refused. A kind may be a loop of guides/sharded.md, by what its first line says it needs:
+it runs as printed, and its last version is compared.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class Case:
         given: What a loop of the guide calls it.
     """
 
-    def __init__(self, stream: Callable[[], Any], whole: Callable[[], Weights], step: Callable[[], None]) -> None:
+    def __init__(
+        self, stream: Callable[[], Any], whole: Callable[[], Weights], step: Callable[[], None]
+    ) -> None:
         self.stream, self.whole, self.step = stream, whole, step
         self.evaluate: Callable[[], object] = lambda: None
         self.given: dict[str, Any] = {}
@@ -76,7 +79,9 @@ def of_module(model: nn.Module, stream: Callable[[], Any] | None = None) -> Case
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
 
     def step() -> None:
-        model(torch.randn(4, 16, generator=torch.Generator().manual_seed(7))).float().square().mean().backward()
+        model(
+            torch.randn(4, 16, generator=torch.Generator().manual_seed(7))
+        ).float().square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -152,7 +157,9 @@ def wrapped_shards() -> Case:
 def wrapped() -> Case:
     """Quantized weights that each rank holds whole."""
     values = whole_weights()
-    weights: dict[str, Scaled] = {name: Scaled.of(values[name]) for name in "ab"} | {"c": OnlyDequantized.of(values["c"])}
+    weights: dict[str, Scaled] = {name: Scaled.of(values[name]) for name in "ab"} | {
+        "c": OnlyDequantized.of(values["c"])
+    }
 
     def step() -> None:
         for value in weights.values():
@@ -201,7 +208,9 @@ def fsdp2_over_tp() -> Case:
 
 def fsdp1(use_orig_params: bool) -> Callable[[], Case]:
     def make() -> Case:
-        model = FullyShardedDataParallel(made(), use_orig_params=use_orig_params, device_id=torch.device("cpu"))
+        model = FullyShardedDataParallel(
+            made(), use_orig_params=use_orig_params, device_id=torch.device("cpu")
+        )
         return of_module(model)
 
     return make
@@ -232,10 +241,13 @@ def placed(placements: list[Any], *sizes: int, sub: str | None = None) -> Callab
 
 
 def copies_and_shards() -> Case:
-    """Shards over tensor parallelism, and copies over the other dimension of the mesh that the `DTensor` does not know."""
+    """Shards over tensor parallelism, and copies over the other dimension of the mesh that the `DTensor` does
+    not know.
+    """
     weights, two = whole_weights(), mesh(size() // 2, 2)
     return of_tensors(
-        weights, lambda: {name: distribute_tensor(value, two["tp"], [Shard(0)]) for name, value in weights.items()}
+        weights,
+        lambda: {name: distribute_tensor(value, two["tp"], [Shard(0)]) for name, value in weights.items()},
     )
 
 
@@ -247,7 +259,9 @@ def without_this_rank() -> Case:
 def in_half(value: torch.Tensor, half: DeviceMesh) -> DTensor:
     rank, chunks = dist.get_rank(), value.chunk(half.size())
     local = chunks[rank].clone() if rank < min(half.size(), len(chunks)) else value[:0].clone()
-    return DTensor.from_local(local, half, [Shard(0)], shape=value.shape, stride=value.stride(), run_check=False)
+    return DTensor.from_local(
+        local, half, [Shard(0)], shape=value.shape, stride=value.stride(), run_check=False
+    )
 
 
 def ranges() -> Case:
@@ -275,7 +289,9 @@ def stages() -> Case:
     weights = {f"layers.{number}.weight": torch.randn(6, 4) for number in range(8)} | {"norm": torch.randn(4)}
     each = 8 // size()
     numbers = range(each * dist.get_rank(), each * (dist.get_rank() + 1))
-    own = {f"layers.{number}.weight": weights[f"layers.{number}.weight"] for number in numbers} | {"norm": weights["norm"]}
+    own = {f"layers.{number}.weight": weights[f"layers.{number}.weight"] for number in numbers} | {
+        "norm": weights["norm"]
+    }
     return of_tensors(weights, lambda: own)
 
 
@@ -333,14 +349,18 @@ def local_experts() -> Case:
 
 def empties() -> Case:
     weights = whole_weights()
-    return of_tensors(weights, lambda: weights if dist.get_rank() == 0 else dict.fromkeys(weights, torch.empty(0)))
+    return of_tensors(
+        weights, lambda: weights if dist.get_rank() == 0 else dict.fromkeys(weights, torch.empty(0))
+    )
 
 
 def partial() -> Case:
     from torch.distributed.tensor import Partial
 
     weights, device_mesh = whole_weights(), mesh(size())
-    return of_tensors(weights, lambda: {n: DTensor.from_local(v, device_mesh, [Partial()]) for n, v in weights.items()})
+    return of_tensors(
+        weights, lambda: {n: DTensor.from_local(v, device_mesh, [Partial()]) for n, v in weights.items()}
+    )
 
 
 def uneven() -> Case:
@@ -349,7 +369,9 @@ def uneven() -> Case:
 
     def stream() -> dict[str, DTensor]:
         local = weights["w"][-rows:].clone()
-        return {"w": DTensor.from_local(local, device_mesh, [Shard(0)], shape=weights["w"].shape, stride=(2, 1))}
+        return {
+            "w": DTensor.from_local(local, device_mesh, [Shard(0)], shape=weights["w"].shape, stride=(2, 1))
+        }
 
     return of_tensors(weights, stream)
 
@@ -427,15 +449,17 @@ KINDS: dict[str, Callable[[], Case]] = {
     "fsdp2 named_parameters": lambda: named(fully_shard(made(), mp_policy=bf16())),
     "fsdp2 checkpointed": checkpointed,
     "fsdp2 compiled": compiled,
-    "fsdp2 compiled named_parameters": lambda: (lambda model: of_module(model, lambda: model.named_parameters()))(
-        torch.compile(fsdp2(), backend="eager")
-    ),
+    "fsdp2 compiled named_parameters": lambda: (
+        lambda model: of_module(model, lambda: model.named_parameters())
+    )(torch.compile(fsdp2(), backend="eager")),
     "hsdp": lambda: of_module(fsdp2(mesh=mesh(2, size() // 2))),
     "fsdp2 wrapper subclasses": wrapped_shards,
     "fsdp1": fsdp1(False),
     "fsdp1 use_orig_params": fsdp1(True),
     "tensor parallel": lambda: (lambda model: of_module(model))(tensor_parallel()),
-    "tensor parallel by rows": lambda: (lambda model: of_module(model, lambda: by_rows(model)))(tensor_parallel()),
+    "tensor parallel by rows": lambda: (lambda model: of_module(model, lambda: by_rows(model)))(
+        tensor_parallel()
+    ),
     "fsdp2 over tensor parallel": fsdp2_over_tp,
     "Shard(0)": placed([Shard(0)]),
     "Shard(0), not contiguous": strided,

@@ -1,8 +1,10 @@
-"""Models of many architectures in one process of an engine: each follows a channel, and what came out is told as JSON.
+"""Models of many architectures in one process of an engine: each follows a channel, and what came out is told
+as JSON.
 
-For each: the status after version 1, which the loaded weights are, with the tensors of the model that this touched;
-the status after version 2, with those that are then other than in a model that was loaded from version 2 (`differences`);
-and those that are other in that than in version 1 (`changed`). All tensors count that a module has, whoever made them.
+For each: the status after version 1, which the loaded weights are, with the tensors of the model that this
+touched; the status after version 2, with those that are then other than in a model that was loaded from
+version 2 (`differences`); and those that are other in that than in version 1 (`changed`). All tensors count
+that a module has, whoever made them.
 """
 
 from __future__ import annotations
@@ -26,7 +28,9 @@ class Engine(Protocol):
     def __call__(
         self, path: Path, arguments: dict[str, Any], settings: ReplicaSettings | None = None
     ) -> tuple[torch.nn.Module, Callable[[], dict[str, Any]]]:
-        """Load a checkpoint. Returns the model, and what takes the versions that there are and returns the status."""
+        """Load a checkpoint. Returns the model, and what takes the versions that there are and returns the
+        status.
+        """
         ...
 
 
@@ -36,18 +40,22 @@ class Case:
     fields: dict[str, Any]
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
     experts: str = "packed"
-    """How vLLM lays experts out: `packed` for the CPU's kernels; `loaded`, as Triton's kernels on a GPU take them; or
-    `swapped`, the halves of w13 as FlashInfer wants them, in the shape of the checkpoint."""
+    """How vLLM lays experts out: `packed` for the CPU's kernels; `loaded`, as Triton's kernels on a GPU take
+    them; or `swapped`, the halves of w13 as FlashInfer wants them, in the shape of the checkpoint."""
     dtype: str = "keep"
     """The publisher's. With patterns the trainer's weights are float32, all of them."""
     alone: bool = False
-    """Whether each tensor changes alone as well, in a version of its own; those that are one in the model, together."""
+    """Whether each tensor changes alone as well, in a version of its own; those that are one in the model,
+    together.
+    """
     more: dict[str, str] = dataclasses.field(default_factory=dict)
     """Tensors of the channel beside those that the model saves, each a copy of another one."""
     stored: bool = False
     """Whether the checkpoint has these too."""
     tied: bool = False
-    """Whether they are one with the others in the model, so that a version in which one changes alone is refused."""
+    """Whether they are one with the others in the model, so that a version in which one changes alone is
+    refused.
+    """
 
 
 _EXPERTS = {"intermediate_size": 128, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
@@ -74,7 +82,8 @@ _DEEPSEEK = {
     "topk_method": "greedy",
     "n_group": 1,
     "topk_group": 1,
-    # What SGLang asks for: on CPUs it has no other positions for this attention, and no defaults for the experts.
+    # What SGLang asks for: on CPUs it has no other positions for this attention, and no defaults for the
+    # experts.
     "rope_parameters": {
         "rope_type": "yarn",
         "rope_theta": 10000.0,
@@ -92,23 +101,41 @@ _DEEPSEEK = {
 }
 
 _EXPERT = [f"mlp.experts.{number}" for number in range(4)]
-_MLPS = [f"{part}.{name}_proj" for part in [*_EXPERT, "mlp.shared_experts"] for name in ("gate", "up", "down")]
-_BLOCK = [*(f"self_attn.{name}_proj" for name in "qkvo"), *_MLPS, "mlp.gate", "input_layernorm", "post_attention_layernorm"]
+_MLPS = [
+    f"{part}.{name}_proj" for part in [*_EXPERT, "mlp.shared_experts"] for name in ("gate", "up", "down")
+]
+_BLOCK = [
+    *(f"self_attn.{name}_proj" for name in "qkvo"),
+    *_MLPS,
+    "mlp.gate",
+    "input_layernorm",
+    "post_attention_layernorm",
+]
 _DRAFT = {
     **{f"model.layers.2.{name}.weight": f"model.layers.1.{name}.weight" for name in _BLOCK},
     "model.layers.2.mlp.gate.e_score_correction_bias": "model.layers.1.mlp.gate.e_score_correction_bias",
-    **{f"model.layers.2.{name}.weight": "model.norm.weight" for name in ("enorm", "hnorm", "shared_head.norm")},
+    **{
+        f"model.layers.2.{name}.weight": "model.norm.weight"
+        for name in ("enorm", "hnorm", "shared_head.norm")
+    },
     "model.layers.2.eh_proj.weight": "model.layers.0.mlp.down_proj.weight",
     "model.layers.2.embed_tokens.weight": "model.embed_tokens.weight",
     "model.layers.2.shared_head.head.weight": "lm_head.weight",
 }
-"""A layer that drafts, in the checkpoint of a model of two layers: the tensors, and those that they are copies of."""
+"""A layer that drafts, in the checkpoint of a model of two layers: the tensors, and those that they are
+copies of.
+"""
 
 CASES = {
-    # A model with experts comes first: vLLM makes the group of workers that share experts only for such a one.
+    # A model with experts comes first: vLLM makes the group of workers that share experts only for such a
+    # one.
     "qwen3_moe": Case(transformers.Qwen3MoeConfig, {**_EXPERTS, "num_experts": 4, "head_dim": 32}),
-    "qwen3_moe_loaded": Case(transformers.Qwen3MoeConfig, {**_EXPERTS, "num_experts": 4, "head_dim": 32}, {}, "loaded"),
-    "qwen3_moe_swapped": Case(transformers.Qwen3MoeConfig, {**_EXPERTS, "num_experts": 4, "head_dim": 32}, {}, "swapped"),
+    "qwen3_moe_loaded": Case(
+        transformers.Qwen3MoeConfig, {**_EXPERTS, "num_experts": 4, "head_dim": 32}, {}, "loaded"
+    ),
+    "qwen3_moe_swapped": Case(
+        transformers.Qwen3MoeConfig, {**_EXPERTS, "num_experts": 4, "head_dim": 32}, {}, "swapped"
+    ),
     "llama": Case(transformers.LlamaConfig, {"intermediate_size": 192, "tie_word_embeddings": True}),
     "gemma2": Case(transformers.Gemma2Config, _GEMMA),
     "gemma3": Case(transformers.Gemma3TextConfig, _GEMMA),
@@ -122,7 +149,8 @@ CASES = {
         "loaded",
         dtype="bfloat16,*.mlp.gate.*=float32",
     ),
-    # Sees: the checkpoint's names are not those of vLLM's modules, and the tower's attention is fused as well.
+    # Sees: the checkpoint's names are not those of vLLM's modules, and the tower's attention is fused as
+    # well.
     "idefics3": Case(
         transformers.Idefics3Config,
         {
@@ -142,9 +170,12 @@ CASES = {
     "deepseek_v2": Case(transformers.DeepseekV2Config, {**_DEEPSEEK, "first_k_dense_replace": 1}),
     # Quantized as well: the parameters of its own are no longer the same memory.
     "deepseek_v2_fp8": Case(
-        transformers.DeepseekV2Config, {**_DEEPSEEK, "first_k_dense_replace": 2}, {"quantization": "fp8_per_channel"}
+        transformers.DeepseekV2Config,
+        {**_DEEPSEEK, "first_k_dense_replace": 2},
+        {"quantization": "fp8_per_channel"},
     ),
-    # As DeepSeek-V3: SGLang joins two projections before it loads them, and keeps the router's bias as float32.
+    # As DeepSeek-V3: SGLang joins two projections before it loads them, and keeps the router's bias as
+    # float32.
     "deepseek_v3_lora": Case(
         transformers.DeepseekV3Config,
         {**_DEEPSEEK, "q_lora_rank": 64, "topk_method": "noaux_tc", "first_k_dense_replace": 1},
@@ -175,7 +206,11 @@ CASES = {
             "shared_expert_intermediate_size": 64,
         },
     ),
-    "fp8": Case(transformers.Qwen3Config, {"intermediate_size": 192, "head_dim": 32}, {"quantization": "fp8_per_channel"}),
+    "fp8": Case(
+        transformers.Qwen3Config,
+        {"intermediate_size": 192, "head_dim": 32},
+        {"quantization": "fp8_per_channel"},
+    ),
     # Its loader copies by itself into expert tensors, which vLLM's layerwise reload does not notice.
     "gpt_oss": Case(
         transformers.GptOssConfig,
@@ -189,7 +224,8 @@ _MAMBA = {**_WIDE, "mamba_d_state": 16, "mamba_n_groups": 1, "mamba_d_head": 32}
 _GPT2 = {"n_embd": 128, "n_layer": 2, "n_head": 4, "n_positions": 1024}
 _SWEPT: dict[str, tuple[str, dict[str, Any]]] = {
     "phi": ("PhiConfig", _WIDE),  # its loader makes the bias of its head anew
-    "mamba": ("MambaConfig", {"state_size": 16, "intermediate_size": 256}),  # its loader computes with a tensor
+    # its loader computes with a tensor
+    "mamba": ("MambaConfig", {"state_size": 16, "intermediate_size": 256}),
     "falcon": ("FalconConfig", {}),
     "falcon_h1": ("FalconH1Config", {**_MAMBA, "mamba_d_ssm": 128, "mamba_n_heads": 4, "head_dim": 32}),
     "mamba2": ("Mamba2Config", {"num_heads": 8, "head_dim": 32, "state_size": 16, "n_groups": 1}),
@@ -205,10 +241,19 @@ _SWEPT: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "granite_hybrid": (
         "GraniteMoeHybridConfig",
-        {**_EXPERTS, **_MAMBA, "num_local_experts": 4, "mamba_n_heads": 8, "layer_types": ["mamba", "attention"]},
+        {
+            **_EXPERTS,
+            **_MAMBA,
+            "num_local_experts": 4,
+            "mamba_n_heads": 8,
+            "layer_types": ["mamba", "attention"],
+        },
     ),
     "jamba": ("JambaConfig", {**_EXPERTS, "num_experts": 4, "attn_layer_offset": 1, "attn_layer_period": 2}),
-    "glm4_moe_alone": ("Glm4MoeConfig", {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 32}),
+    "glm4_moe_alone": (
+        "Glm4MoeConfig",
+        {**_EXPERTS, "n_routed_experts": 4, "first_k_dense_replace": 1, "head_dim": 32},
+    ),
     "deepseek_v3": ("DeepseekV3Config", {**_DEEPSEEK, "first_k_dense_replace": 1, "topk_method": "noaux_tc"}),
     "mixtral": ("MixtralConfig", {**_EXPERTS, "num_local_experts": 4}),
     "minimax": (
@@ -234,13 +279,27 @@ _SWEPT: dict[str, tuple[str, dict[str, Any]]] = {
     **{
         name.removesuffix("Config").lower(): (name, _WIDE)
         for name in [
-            *("Qwen2Config", "Olmo2Config", "GraniteConfig", "GPTNeoXConfig", "StableLmConfig", "Starcoder2Config"),
+            *(
+                "Qwen2Config",
+                "Olmo2Config",
+                "GraniteConfig",
+                "GPTNeoXConfig",
+                "StableLmConfig",
+                "Starcoder2Config",
+            ),
             *("Exaone4Config", "NemotronConfig", "SmolLM3Config", "ApertusConfig", "ArceeConfig"),
         ]
     },
     **{
         name.removesuffix("Config").lower(): (name, _HEADS)
-        for name in ["Qwen3Config", "GlmConfig", "Glm4Config", "Ernie4_5Config", "HunYuanDenseV1Config", "SeedOssConfig"]
+        for name in [
+            "Qwen3Config",
+            "GlmConfig",
+            "Glm4Config",
+            "Ernie4_5Config",
+            "HunYuanDenseV1Config",
+            "SeedOssConfig",
+        ]
     },
 }
 _HEAD, _EMBEDDINGS = "lm_head.weight", "model.embed_tokens.weight"
@@ -249,11 +308,15 @@ CASES |= {
     # The trainer's model has a head of its own, and is equal to the embeddings, with which vLLM computes.
     "tied": Case(transformers.Qwen3Config, {**_HEADS, "tie_word_embeddings": True}, **_TIED),
     # The checkpoint has it too; vLLM ties it again, because it is equal.
-    "tied_again": Case(transformers.Qwen3Config, {**_HEADS, "tie_word_embeddings": True}, **_TIED, stored=True),
+    "tied_again": Case(
+        transformers.Qwen3Config, {**_HEADS, "tie_word_embeddings": True}, **_TIED, stored=True
+    ),
     # vLLM's model has no such module.
     "tied_gemma": Case(transformers.Gemma2Config, _GEMMA, more={_HEAD: _EMBEDDINGS}),
 }
-CASES |= {name: Case(getattr(transformers, config), fields, alone=True) for name, (config, fields) in _SWEPT.items()}
+CASES |= {
+    name: Case(getattr(transformers, config), fields, alone=True) for name, (config, fields) in _SWEPT.items()
+}
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -277,7 +340,10 @@ def differences(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor])
 def follow(path: Path, case: Case, engine: Engine) -> dict[str, Any]:
     """What becomes of a checkpoint, which `path` has, as the module of the engine says."""
     folder = path.parent
-    first = {name: cast(w, dtype_for(name, case.dtype)) for name, w in load_file(path / "model.safetensors").items()}
+    first = {
+        name: cast(w, dtype_for(name, case.dtype))
+        for name, w in load_file(path / "model.safetensors").items()
+    }
     first |= {name: first[other].clone() for name, other in case.more.items()}
     save(path, case, first)
     kept = case.dtype == "keep"
@@ -287,10 +353,14 @@ def follow(path: Path, case: Case, engine: Engine) -> dict[str, Any]:
     loaded = tensors_of(model)
     told: dict[str, Any] = {"model": type(model).__name__}
     with Publisher(channel, dtype=case.dtype) as publisher:
-        publisher.publish(first.items() if kept else [(name, w.float()) for name, w in first.items()]).wait(60)
+        publisher.publish(first.items() if kept else [(name, w.float()) for name, w in first.items()]).wait(
+            60
+        )
         told["first"] = caught_up()
         told["touched"] = differences(tensors_of(model), loaded)
-        publisher.publish(second.items() if kept else [(name, w.float()) for name, w in second.items()]).wait(60)
+        publisher.publish(second.items() if kept else [(name, w.float()) for name, w in second.items()]).wait(
+            60
+        )
         told["second"] = caught_up()
     shutil.copytree(path, folder / "second")
     save(folder / "second", case, second)
@@ -316,7 +386,9 @@ def untied(
     follow_on: Callable[[], dict[str, Any]],
     model: torch.nn.Module,
 ) -> list[tuple[str, int]]:
-    """Change tensors alone that are one in the model. Returns error and version after each; live tensors stay."""
+    """Change tensors alone that are one in the model. Returns error and version after each; live tensors
+    stay.
+    """
     found, before = [], tensors_of(model)
     with Publisher(f"file://{folder}/channel", dtype=case.dtype, resume=True) as publisher:
         for name in next(iter(case.more.items())):
@@ -336,7 +408,9 @@ def alone(
     model: torch.nn.Module,
     engine: Engine,
 ) -> dict[str, list[str]]:
-    """Change each tensor in a version of its own. Returns what is then other than in a fresh load, by the tensor."""
+    """Change each tensor in a version of its own. Returns what is then other than in a fresh load, by the
+    tensor.
+    """
     wrong = {}
     with Publisher(f"file://{folder}/channel", dtype=case.dtype, resume=True) as publisher:
         for name in [*weights]:

@@ -1,4 +1,6 @@
-"""A worker extension for tests: sha256 of a worker's parameters as vLLM holds them, without anything of deltasync."""
+"""A worker extension for tests: sha256 of a worker's parameters as vLLM holds them, without anything of
+deltasync.
+"""
 
 from __future__ import annotations
 

@@ -2,10 +2,10 @@
 
     torchrun --nproc-per-node 4 tests/integration/memory_ranks.py FOLDER MEGABYTES CODEC
 
-MEGABYTES is the size of the model as it is served, CODEC that of its deltas. Publishes a first version, a delta and, from
-another publisher, one that resumes; as bfloat16 and from float32. FOLDER/<dtype>.<rank>.json has the peaks in MB:
-anonymous memory, which is what the system cannot drop, less what the process had before and less the shadow,
-if the publisher made one.
+MEGABYTES is the size of the model as it is served, CODEC that of its deltas. Publishes a first version, a
+delta and, from another publisher, one that resumes; as bfloat16 and from float32. FOLDER/<dtype>.<rank>.json
+has the peaks in MB: anonymous memory, which is what the system cannot drop, less what the process had before
+and less the shadow, if the publisher made one.
 """
 
 from __future__ import annotations
@@ -65,7 +65,9 @@ def sharded(megabytes: int, dtype: torch.dtype) -> dict[str, DTensor]:
     for name, count in counts.items():
         chunk = -(-count // mesh.size())
         held = max(0, min(chunk, count - dist.get_rank() * chunk))
-        local = torch.empty(held, _COLUMNS, dtype=dtype).normal_(generator=torch.Generator().manual_seed(dist.get_rank()))
+        local = torch.empty(held, _COLUMNS, dtype=dtype).normal_(
+            generator=torch.Generator().manual_seed(dist.get_rank())
+        )
         shape = {"shape": (count, _COLUMNS), "stride": (_COLUMNS, 1)}
         found[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, **shape)
     return found
@@ -83,7 +85,9 @@ def measure(megabytes: int, dtype: torch.dtype, codec: str, url: str) -> dict[st
     shadow_bytes = 2 * sum(value.to_local().numel() for value in weights.values())
 
     def note(name: str, publisher: Publisher, without: int) -> None:
-        peaks[name] = (peak_bytes(lambda: publisher.publish(weights, step=len(peaks)).wait(300)) - without) / _MB
+        peaks[name] = (
+            peak_bytes(lambda: publisher.publish(weights, step=len(peaks)).wait(300)) - without
+        ) / _MB
 
     with Publisher(url, group=dist.group.WORLD, codec=codec) as publisher:
         note("first", publisher, shadow_bytes)

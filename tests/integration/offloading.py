@@ -1,4 +1,5 @@
-"""Blocks that vLLM's OffloadingConnector keeps in host memory, on a CPU: all of it is vLLM's but the copying, for GPUs only.
+"""Blocks that vLLM's OffloadingConnector keeps in host memory, on a CPU: all of it is vLLM's but the copying,
+for GPUs only.
 
 While the file in OFFLOADING_HOLD exists, loads do not end.
 """

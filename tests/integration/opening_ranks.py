@@ -1,4 +1,6 @@
-"""What each rank does in `test_ranks`, by torchrun: opening_ranks.py FOLDER. Scenarios assert for themselves."""
+"""What each rank does in `test_ranks`, by torchrun: opening_ranks.py FOLDER. Scenarios assert for
+themselves.
+"""
 
 from __future__ import annotations
 
@@ -84,7 +86,11 @@ def failures() -> None:
     store = FaultyStore(open_store(f"file://{FOLDER}/failures"))
     if RANK == LAST:
         store.fail_at("put", "", error=StoreError)
-    told(lambda: Publisher(store, group=dist.group.WORLD, peer_timeout_s=60), StoreError, "cannot be written from this rank")
+    told(
+        lambda: Publisher(store, group=dist.group.WORLD, peer_timeout_s=60),
+        StoreError,
+        "cannot be written from this rank",
+    )
 
     elsewhere = f"file://{FOLDER}/elsewhere-{RANK == LAST}"
     told(
@@ -116,7 +122,11 @@ def failures() -> None:
 def lost_again() -> None:
     """A rank that cannot store its parts any more: the second version that is lost so is raised."""
     store = FaultyStore(open_store(f"file://{FOLDER}/lost"))
-    opened, weights, raised = Publisher(store, group=dist.group.WORLD, peer_timeout_s=60, retries=0), torch.zeros(8, 4), 0
+    opened, weights, raised = (
+        Publisher(store, group=dist.group.WORLD, peer_timeout_s=60, retries=0),
+        torch.zeros(8, 4),
+        0,
+    )
     opened.publish(stream(weights), step=0).wait(60)
     if RANK == LAST:
         store.fail_at("put", keys.PARTS, error=StoreError, times=1000)
@@ -179,8 +189,12 @@ def nothing_left() -> None:
 
 
 def alone() -> None:
-    """A rank that publishes without a group refuses what it holds for a moment, in part, or otherwise than the others."""
-    model = fully_shard(nn.Linear(8, 8, bias=False), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+    """A rank that publishes without a group refuses what it holds for a moment, in part, or otherwise than
+    the others.
+    """
+    model = fully_shard(
+        nn.Linear(8, 8, bias=False), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    )
     with torch.no_grad():
         model(torch.ones(2, 8))
     experts = nn.Linear(8, 8, bias=False)

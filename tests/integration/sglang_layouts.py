@@ -1,4 +1,5 @@
-"""Models of many architectures in one process: SGLang loads each, a channel is followed, and what came out is told as JSON.
+"""Models of many architectures in one process: SGLang loads each, a channel is followed, and what came out is
+told as JSON.
 
     .venv-sglang/bin/python -m tests.integration.sglang_layouts FOLDER deepseek_v2 ...
 
@@ -53,7 +54,9 @@ def load(path: Path, arguments: dict[str, Any]) -> SimpleNamespace:
         bootstrap.init_parallel_runtime(server_args=config, device="cpu", dist_port=port)
     model_config, load_config = ModelConfig.from_server_args(config), LoadConfig()
     bootstrap.init_layer_runtime(model_config=model_config)
-    model = get_model(model_config=model_config, load_config=load_config, device_config=DeviceConfig("cpu", 0))
+    model = get_model(
+        model_config=model_config, load_config=load_config, device_config=DeviceConfig("cpu", 0)
+    )
     return SimpleNamespace(model=model, model_config=model_config, load_config=load_config)
 
 

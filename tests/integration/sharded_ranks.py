@@ -1,6 +1,8 @@
-"""What each rank of a sharded trainer does in `test_sharded`: torchrun --nproc-per-node N sharded_ranks.py FOLDER [CHANNEL]
+"""What each rank of a sharded trainer does in `test_sharded`: torchrun --nproc-per-node N sharded_ranks.py
+FOLDER [CHANNEL]
 
-Every scenario has a channel FOLDER/<scenario> and leaves what it must hold: expected/<version>.pt; and told.<rank>.json.
+Every scenario has a channel FOLDER/<scenario> and leaves what it must hold: expected/<version>.pt; and
+told.<rank>.json.
 """
 
 from __future__ import annotations
@@ -75,7 +77,9 @@ class Scenario:
         dist.barrier()
 
     def publisher(self, **settings: Any) -> Publisher:
-        return Publisher(self.store, group=dist.group.WORLD, retry_delay_s=0.01, peer_timeout_s=150, **settings)
+        return Publisher(
+            self.store, group=dist.group.WORLD, retry_delay_s=0.01, peer_timeout_s=150, **settings
+        )
 
     def note(self, receipt: Receipt, moved_bytes: int = 0) -> None:
         numbers = ("version", "kind", "step", "changed", "total", "payload_bytes", "anchor_bytes", "digest")
@@ -86,7 +90,10 @@ class Scenario:
         """Gathered on all ranks: what `version` must hold."""
         served = served_of(weights)
         if dist.get_rank() == 0:
-            torch.save({name: value.clone() for name, value in served.items()}, self.folder / f"expected/{version}.pt")
+            torch.save(
+                {name: value.clone() for name, value in served.items()},
+                self.folder / f"expected/{version}.pt",
+            )
 
     def next_step(self) -> int:
         """Another number each time, the same on all ranks."""
@@ -127,9 +134,13 @@ def weights_of(model: nn.Module) -> Weights:
 
 def served_of(weights: Weights) -> Weights:
     """Gathered on all ranks: weights as a channel has them, in bfloat16 but for the scale."""
-    whole = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights.items()}
+    whole = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in weights.items()
+    }
     rounded = {name for name, value in whole.items() if value.is_floating_point() and name != "scale"}
-    return {name: value.detach().to(torch.bfloat16) if name in rounded else value for name, value in whole.items()}
+    return {
+        name: value.detach().to(torch.bfloat16) if name in rounded else value for name, value in whole.items()
+    }
 
 
 def trainer(mesh: DeviceMesh, seed: int = 0) -> tuple[Tiny, Callable[[], Weights]]:
@@ -156,7 +167,9 @@ def world() -> DeviceMesh:
 
 
 def train() -> None:
-    """Every kind of version: first, delta, without changes, delta with an anchor of several files, resumed."""
+    """Every kind of version: first, delta, without changes, delta with an anchor of several files,
+    resumed.
+    """
     limits.WEIGHT_FILE_BYTES = 20_000
     for codec in ("packed", "context", "raw"):
         scenario = Scenario(f"train-{codec}")
@@ -190,14 +203,19 @@ def resume_from(folder: Path) -> None:
 
 
 def resumed_step() -> None:
-    """The first weights of a resumed run are those of their step, an older one and the newest, or no rank publishes."""
+    """The first weights of a resumed run are those of their step, an older one and the newest, or no rank
+    publishes.
+    """
     scenario = Scenario("resumed-step")
     model, step = trainer(world())
     states: list[Weights] = []
     with scenario.publisher() as publisher:
         for number in range(3):
             states.append(
-                {name: value.detach().clone() for name, value in (step() if number else weights_of(model)).items()}
+                {
+                    name: value.detach().clone()
+                    for name, value in (step() if number else weights_of(model)).items()
+                }
             )
             scenario.publish(publisher, states[-1], step=number)
     for number in (1, 2):
@@ -217,7 +235,9 @@ def resumed_step() -> None:
 
 
 def failures() -> None:
-    """A rank whose stream, or store, fails takes the others along; the next publish is right on all of them."""
+    """A rank whose stream, or store, fails takes the others along; the next publish is right on all of
+    them.
+    """
     scenario = Scenario("failures")
     model, step = trainer(world())
     last = dist.get_world_size() - 1
@@ -236,7 +256,11 @@ def failures() -> None:
     except OverflowError:
         assert dist.get_rank() == last
     except PublishError as error:
-        assert dist.get_rank() != last and f"Rank {last} failed" in str(error) and "the stream broke" in str(error)
+        assert (
+            dist.get_rank() != last
+            and f"Rank {last} failed" in str(error)
+            and "the stream broke" in str(error)
+        )
     else:
         raise AssertionError("published")
     assert publisher.version == 1
@@ -280,7 +304,9 @@ def other_shards() -> None:
     flat, whole = torch.randn(7, 5), torch.randn(4, 4)
     width = -(-flat.numel() // size)
     if size == 4:
-        copies = distribute_tensor(torch.randn(6, 2), init_device_mesh("cpu", (2, 2)), [dist.tensor.Replicate(), Shard(0)])
+        copies = distribute_tensor(
+            torch.randn(6, 2), init_device_mesh("cpu", (2, 2)), [dist.tensor.Replicate(), Shard(0)]
+        )
     else:
         copies = distribute_tensor(torch.randn(6, 2), world(), [dist.tensor.Replicate()])
 
@@ -314,12 +340,17 @@ def other_shards() -> None:
     refuses(ConfigError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", columns)], step=0))
     half = TensorRange(torch.zeros(4), 0, (8,))
     refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish([("w", half)], step=0))
-    refuses(DeltaSyncError, lambda: Publisher(url, group=dist.group.WORLD).publish(iter([(f"w{rank}", whole)]), step=0))
+    refuses(
+        DeltaSyncError,
+        lambda: Publisher(url, group=dist.group.WORLD).publish(iter([(f"w{rank}", whole)]), step=0),
+    )
     scenario.end()
 
 
 def free_start() -> None:
-    """The first version is a checkpoint that all ranks can read; nothing is collected, whatever the weights are."""
+    """The first version is a checkpoint that all ranks can read; nothing is collected, whatever the weights
+    are.
+    """
     model, step = trainer(world())
     scenario = Scenario("free")
     start = served_of(weights_of(model))
@@ -351,7 +382,9 @@ def free_start() -> None:
 
 
 def other_adapter() -> None:
-    """An adapter whose config has changed when its trainer resumes: replicas learn that from full weights only."""
+    """An adapter whose config has changed when its trainer resumes: replicas learn that from full weights
+    only.
+    """
     _, step = trainer(world())
     scenario = Scenario("adapter")
     for config in (b'{"lora_alpha": 1}', b'{"lora_alpha": 2}'):
@@ -364,7 +397,9 @@ def other_adapter() -> None:
 
 
 def messages() -> None:
-    """As many tensors, of the same names, as Qwen3-0.6B has; what ranks send each other depends on nothing else."""
+    """As many tensors, of the same names, as Qwen3-0.6B has; what ranks send each other depends on nothing
+    else.
+    """
     scenario = Scenario("messages")
     layer = (
         "q_proj",
@@ -380,7 +415,9 @@ def messages() -> None:
         "post",
     )
     names = [f"model.layers.{number}.self_attn.{name}.weight" for number in range(28) for name in layer]
-    weights = {name: distribute_tensor(torch.zeros(6, 2), world(), [Shard(0)]) for name in ("embed", "norm", *names)}
+    weights = {
+        name: distribute_tensor(torch.zeros(6, 2), world(), [Shard(0)]) for name in ("embed", "norm", *names)
+    }
     assert len(weights) == 310
     with scenario.publisher() as publisher:
         scenario.publish(publisher, weights)

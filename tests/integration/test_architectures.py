@@ -1,5 +1,5 @@
-"""Every small causal and vision architecture that transformers can build here: what is published is what `save_pretrained`
-writes, and a checkpoint made of that computes what the trainer computes."""
+"""Every small causal and vision architecture that transformers can build here: what is published is what
+`save_pretrained` writes, and a checkpoint made of that computes what the trainer computes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ from deltasync.errors import ApplyError, ModelMismatchError
 from tests.conftest import assert_same_bits
 from trl_callback import gather
 
-pytestmark = [pytest.mark.trl, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # of models that nobody trains here
+# of models that nobody trains here
+pytestmark = [pytest.mark.trl, pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 
 _MOST_ELEMENTS = 60_000_000
 _SMALL = dict.fromkeys(("hidden_size", "n_embd", "d_model"), 32)
@@ -30,16 +31,26 @@ _SMALL |= dict.fromkeys(
     ("intermediate_size", "ffn_dim", "d_ff", "encoder_ffn_dim", "decoder_ffn_dim", "ffn_hidden_size"), 48
 )
 _SMALL |= dict.fromkeys(("num_hidden_layers", "n_layer", "num_layers", "encoder_layers", "decoder_layers"), 2)
-_SMALL |= dict.fromkeys(("num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "num_experts_per_tok"), 2)
+_SMALL |= dict.fromkeys(
+    ("num_attention_heads", "n_head", "num_heads", "num_key_value_heads", "num_experts_per_tok"), 2
+)
 _SMALL |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4)
 _SMALL |= dict.fromkeys(("vocab_size", "max_position_embeddings", "n_positions"), 64)
 _SMALL |= dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "first_k_dense_replace"), 1)
-_SMALL |= {"head_dim": 16, "moe_intermediate_size": 16, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8}
+_SMALL |= {
+    "head_dim": 16,
+    "moe_intermediate_size": 16,
+    "q_lora_rank": 8,
+    "kv_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+}
 _SMALL |= {"qk_nope_head_dim": 8, "v_head_dim": 16, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 
 # Where sizes depend on each other.
 _OWN: dict[str, dict[str, Any]] = {
-    "cosmos3_edge": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}},
+    "cosmos3_edge": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
+    },
     "glm5_next": {"qk_rope_head_dim": 0},
     "gpt_neo": {"attention_layers": ["global", "local"], "attention_types": [[["global", "local"], 1]]},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
@@ -91,8 +102,12 @@ def moved(model: Any, version: int) -> None:
                 tensor.add_(0.02 * torch.randn(tensor.shape, generator=source).to(tensor.dtype))
 
 
-@pytest.mark.parametrize(("auto", "name"), CASES, ids=[f"{name}-{auto.__name__[12:]}" for auto, name in CASES])
-def test_a_followed_one_computes_what_a_fresh_one_does_in_three_versions(auto: Any, name: str, memory_url: str) -> None:
+@pytest.mark.parametrize(
+    ("auto", "name"), CASES, ids=[f"{name}-{auto.__name__[12:]}" for auto, name in CASES]
+)
+def test_a_followed_one_computes_what_a_fresh_one_does_in_three_versions(
+    auto: Any, name: str, memory_url: str
+) -> None:
     trainer, live = built(auto, name).requires_grad_(False), built(auto, name).requires_grad_(False)
     moved(live, 9)
     with Publisher(memory_url, dtype="keep", retention=None) as publisher:
@@ -123,13 +138,19 @@ def logits_of(model: Any) -> torch.Tensor | None:
         return None  # it wants more than tokens
 
 
-@pytest.mark.parametrize(("auto", "name"), CASES, ids=[f"{name}-{auto.__name__[12:]}" for auto, name in CASES])
+@pytest.mark.parametrize(
+    ("auto", "name"), CASES, ids=[f"{name}-{auto.__name__[12:]}" for auto, name in CASES]
+)
 @pytest.mark.parametrize("adapted", [False, True], ids=["whole", "lora"])
-def test_what_is_published_is_what_would_be_saved(auto: Any, name: str, adapted: bool, tmp_path: Path) -> None:
+def test_what_is_published_is_what_would_be_saved(
+    auto: Any, name: str, adapted: bool, tmp_path: Path
+) -> None:
     model = built(auto, name)
     if adapted:
         try:
-            model = get_peft_model(model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)).eval()
+            model = get_peft_model(
+                model, LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+            ).eval()
         except (ValueError, NotImplementedError):
             pytest.skip("PEFT finds nothing to adapt")
     merged = copy.deepcopy(model).merge_and_unload() if adapted else model

@@ -66,7 +66,9 @@ def test_log_takes_a_line_of_80_columns_for_each_row(tmp_path: Path) -> None:
     filled(open_store(url), states_of(1_000_000, 12), anchors=(7,), compactions=((2, 10), (9, 12)))
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    done = subprocess.run([sys.executable, "-m", "deltasync", "log", url], stdout=theirs, env=os.environ, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "deltasync", "log", url], stdout=theirs, env=os.environ, timeout=120
+    )
     os.close(theirs)
     shown = b""
     with contextlib.suppress(OSError):  # the end of a terminal that nobody holds any more
@@ -105,7 +107,9 @@ def test_follow_goes_to_the_newest_version(channel: str) -> None:
         (["nonsense"], 2, "No such command"),
     ],
 )
-def test_a_process_ends_with_one_sentence_and_an_exit_code(arguments: list[str], exit_code: int, said: str) -> None:
+def test_a_process_ends_with_one_sentence_and_an_exit_code(
+    arguments: list[str], exit_code: int, said: str
+) -> None:
     """More mistakes are in `tests/unit/test_mistakes.py`, without processes."""
     done = run(*arguments)
     assert done.returncode == exit_code
@@ -117,9 +121,21 @@ def test_a_port_in_use_is_one_sentence(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
         demo = [sys.executable, "-m", "demo", "--out", str(tmp_path / "demo")]
-        serve = [sys.executable, "-m", "deltasync", "serve", "m", "--channel", f"file://{tmp_path}/c", "--host", "127.0.0.1"]
+        serve = [
+            sys.executable,
+            "-m",
+            "deltasync",
+            "serve",
+            "m",
+            "--channel",
+            f"file://{tmp_path}/c",
+            "--host",
+            "127.0.0.1",
+        ]
         for command in (demo, serve):
-            done = subprocess.run([*command, "--port", port], capture_output=True, text=True, timeout=120, check=False)
+            done = subprocess.run(
+                [*command, "--port", port], capture_output=True, text=True, timeout=120, check=False
+            )
             assert done.returncode == 3
             assert f"Port {port}" in done.stderr
             assert "Traceback" not in done.stderr

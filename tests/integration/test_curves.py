@@ -1,4 +1,6 @@
-"""`benchmarks.curves`: rollouts by a followed module and by a dense copy train the same parameters, bit for bit."""
+"""`benchmarks.curves`: rollouts by a followed module and by a dense copy train the same parameters, bit for
+bit.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ def test_both_transfers_train_alike_and_the_age_of_the_weights_does_not(
         assert [step for step, _ in ours["rewards"]] == points
         assert ours["rewards"] == dense["rewards"] and ours["sha256"] == dense["sha256"]
         assert len(ours["bytes"]) == len(points) and not dense["bytes"]
-        assert all(ours["sha256"][name] != digest for name, digest in curves.digests(tiny_model().state_dict()).items())
+        assert all(
+            ours["sha256"][name] != digest
+            for name, digest in curves.digests(tiny_model().state_dict()).items()
+        )
     assert runs["dense", 1]["sha256"] != runs["dense", 2]["sha256"]
 
 

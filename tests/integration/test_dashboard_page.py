@@ -1,4 +1,6 @@
-"""The dashboard in a browser: as a file after a run, and served while one goes on. Publisher and keeper are real."""
+"""The dashboard in a browser: as a file after a run, and served while one goes on. Publisher and keeper are
+real.
+"""
 
 from __future__ import annotations
 
@@ -29,8 +31,15 @@ from tests.browser import PATIENCE_S, browse, needs_browser
 
 pytestmark = needs_browser
 LAYERS = 6
-NAMES = ["model.embed_tokens", *(f"model.layers.{layer}.mlp" for layer in range(LAYERS)), "model.norm", "lm_head"]
-ERROR = "parts/0000000042.000001-9f8e7d6c.0/000-00001.safetensors does not have the sha256 that it is named by."
+NAMES = [
+    "model.embed_tokens",
+    *(f"model.layers.{layer}.mlp" for layer in range(LAYERS)),
+    "model.norm",
+    "lm_head",
+]
+ERROR = (
+    "parts/0000000042.000001-9f8e7d6c.0/000-00001.safetensors does not have the sha256 that it is named by."
+)
 
 HEAD_9 = re.compile(r'id="head"[^>]*>9<')
 
@@ -64,7 +73,9 @@ def look(document: Path, width: int = 900) -> dict[str, Any]:
     """What a browser of this width shows of an exported page."""
     looking = document.with_name(f"{document.stem}-{width}.html")
     looking.write_text(document.read_text().replace("</html>", f"{LOOK}</html>"))
-    dump = browse(looking.as_uri(), document.with_name(f"profile-{document.stem}-{width}"), "--dump-dom", width=width)
+    dump = browse(
+        looking.as_uri(), document.with_name(f"profile-{document.stem}-{width}"), "--dump-dom", width=width
+    )
     text = re.search(r'<pre id="found">(.*?)</pre>', dump, re.DOTALL)
     assert text is not None, dump[-2000:]
     return json.loads(text[1].replace("&gt;", ">").replace("&lt;", "<").replace("&amp;", "&"))
@@ -93,7 +104,10 @@ def train(publisher: Publisher, weights: dict[str, torch.Tensor], versions: int)
 def channel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     url = f"file://{tmp_path_factory.mktemp('dashboard')}/channel"
     retention = Retention(compact_every=5, keep_last=40, grace_s=0.0)
-    with pytest.MonkeyPatch.context() as patch, Publisher(url, anchor_every=15, retention=retention) as publisher:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        Publisher(url, anchor_every=15, retention=retention) as publisher,
+    ):
         patch.setattr("deltasync.ops.compactor._LEAST_BETWEEN", 6)
         train(publisher, new_weights(), 60)
         run = publisher.run_id
@@ -118,7 +132,10 @@ def test_the_file_shows_the_run(channel: str, tmp_path: Path) -> None:
     versions = [slot.version for slot, _ in reader.slots()]
     assert versions[0] > 1 and versions[-1] == 60
     document = export(channel, tmp_path / "run.html")
-    assert set(re.findall(r"\w+://[^\"'`\s]*", document.read_text())) == {"http://www.w3.org/2000/svg", channel}
+    assert set(re.findall(r"\w+://[^\"'`\s]*", document.read_text())) == {
+        "http://www.w3.org/2000/svg",
+        channel,
+    }
     for width in (900,):
         found = look(document, width)
         assert found["shown"]
@@ -128,7 +145,12 @@ def test_the_file_shows_the_run(channel: str, tmp_path: Path) -> None:
         assert (found["deltas"], found["points"], found["gaps"]) == (len(versions), len(versions), gaps)
         assert (found["anchors"], found["compactions"], found["unread"]) == (3, len(reader.compactions()), 0)
         assert found["cells"] == len(versions) * len(NAMES)
-        assert found["layers"][1:] == ["embed_tokens", *(f"layers.{layer}" for layer in range(LAYERS)), "norm", "lm_head"]
+        assert found["layers"][1:] == [
+            "embed_tokens",
+            *(f"layers.{layer}" for layer in range(LAYERS)),
+            "norm",
+            "lm_head",
+        ]
         assert re.match(r"version 60, step 240, [\d:]+\ndelta \S+ kB, \S+ % changed\n", found["tip"])
         assert re.search(r"\nmodel.embed_tokens: 0\.[3-5]\d* %$", found["tip"])
         expected = {
@@ -166,7 +188,9 @@ def test_the_served_page_follows_a_run(tmp_path: Path) -> None:
             while not stop.wait(0.05):
                 if publisher.version != version:
                     version = publisher.version
-                    beat = Heartbeat(replica_id="follower", run_id=publisher.run_id, version=version, state="serving")
+                    beat = Heartbeat(
+                        replica_id="follower", run_id=publisher.run_id, version=version, state="serving"
+                    )
                     heartbeat.write(open_store(url), beat)
 
         following = threading.Thread(target=follow)

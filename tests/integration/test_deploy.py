@@ -36,9 +36,25 @@ def deploy(kind: str, *arguments: str) -> Result:
 
 def replica_arguments(names: tuple[str, str, str]) -> list[str]:
     bucket, *spaces = names
-    arguments = [*spaces, "--channel", f"hf://buckets/{bucket}/a", "--model", "Qwen/Qwen3-0.6B", "--hardware", "l4x1"]
+    arguments = [
+        *spaces,
+        "--channel",
+        f"hf://buckets/{bucket}/a",
+        "--model",
+        "Qwen/Qwen3-0.6B",
+        "--hardware",
+        "l4x1",
+    ]
     arguments += ["--package", PACKAGE]
-    return [*arguments, "--secret", "HF_TOKEN", "--secret", "DELTASYNC_HTTP_TOKEN", "--variable", "DELTASYNC_KV_CACHE=keep"]
+    return [
+        *arguments,
+        "--secret",
+        "HF_TOKEN",
+        "--secret",
+        "DELTASYNC_HTTP_TOKEN",
+        "--variable",
+        "DELTASYNC_KV_CACHE=keep",
+    ]
 
 
 def known(hub: HubServer, name: str) -> dict[str, Any]:
@@ -47,7 +63,9 @@ def known(hub: HubServer, name: str) -> dict[str, Any]:
 
 def git_digests(folder: Path) -> dict[str, str]:
     contents = {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
-    return {name: hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() for name, data in contents.items()}
+    return {
+        name: hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest() for name, data in contents.items()
+    }
 
 
 def test_replicas(hub: HubServer, names: tuple[str, str, str]) -> None:
@@ -62,7 +80,10 @@ def test_replicas(hub: HubServer, names: tuple[str, str, str]) -> None:
     done = deploy("vllm", *arguments)
     assert done.exit_code == 0, done.output
     assert TOKEN not in done.output and hub.env["HF_TOKEN"] not in done.output
-    hosts = [f"{name} is being built, and will answer at https://{name.replace('/', '-')}.hf.space" for name in spaces]
+    hosts = [
+        f"{name} is being built, and will answer at https://{name.replace('/', '-')}.hf.space"
+        for name in spaces
+    ]
     assert done.output.splitlines() == [*planned.output.splitlines(), *hosts]
     requests = hub.requests()
     del requests["validate_yaml"], requests["preupload"]
@@ -95,7 +116,9 @@ def test_replicas(hub: HubServer, names: tuple[str, str, str]) -> None:
         }
 
 
-def test_a_second_run_changes_what_changed(hub: HubServer, names: tuple[str, str, str], tmp_path: Path) -> None:
+def test_a_second_run_changes_what_changed(
+    hub: HubServer, names: tuple[str, str, str], tmp_path: Path
+) -> None:
     _, name, _ = names
     arguments = replica_arguments(names)
     assert deploy("vllm", *arguments).exit_code == 0
@@ -121,7 +144,9 @@ def test_a_second_run_changes_what_changed(hub: HubServer, names: tuple[str, str
     }
 
 
-def test_replicas_that_require_signatures(hub: HubServer, names: tuple[str, str, str], tmp_path: Path) -> None:
+def test_replicas_that_require_signatures(
+    hub: HubServer, names: tuple[str, str, str], tmp_path: Path
+) -> None:
     key = tmp_path / "trainer"
     assert CliRunner().invoke(main, ["keygen", str(key)]).exit_code == 0
     public = tmp_path / "trainer.pub"
@@ -151,11 +176,23 @@ def test_a_refusal_names_the_call_and_can_be_made_good(hub: HubServer, names: tu
     assert known(hub, names[2])["commits"] == 1
 
 
-def test_the_environment(hub: HubServer, names: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment(
+    hub: HubServer, names: tuple[str, str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     name = names[1]
-    assert "needs the secret DELTASYNC_ENVIRONMENT_TOKEN" in deploy("wordle", name, "--package", PACKAGE).stderr
+    assert (
+        "needs the secret DELTASYNC_ENVIRONMENT_TOKEN" in deploy("wordle", name, "--package", PACKAGE).stderr
+    )
     monkeypatch.setenv("DELTASYNC_ENVIRONMENT_TOKEN", TOKEN)
-    given = ["--secret", "DELTASYNC_ENVIRONMENT_TOKEN", "--variable", "WORDS=full", "--private", "--package", PACKAGE]
+    given = [
+        "--secret",
+        "DELTASYNC_ENVIRONMENT_TOKEN",
+        "--variable",
+        "WORDS=full",
+        "--private",
+        "--package",
+        PACKAGE,
+    ]
     assert "There is no nowhere/Dockerfile" in deploy("wordle", name, *given, "--files", "nowhere").stderr
     done = deploy("wordle", name, *given)
     assert done.exit_code == 0, done.output
@@ -170,7 +207,10 @@ def test_the_environment(hub: HubServer, names: tuple[str, str, str], monkeypatc
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--channel", "file:///data/run", "--secret", "DELTASYNC_HTTP_TOKEN"], "cannot reach file:///data/run"),
+        (
+            ["--channel", "file:///data/run", "--secret", "DELTASYNC_HTTP_TOKEN"],
+            "cannot reach file:///data/run",
+        ),
         (["--channel", "s3://bucket/run"], "needs the secret DELTASYNC_HTTP_TOKEN"),
         (["--channel", "hf://buckets/a/b", "--secret", "DELTASYNC_HTTP_TOKEN"], "needs the secret HF_TOKEN"),
         (["--channel", "s3://bucket/run", "--secret", "NOT_SET"], "where NOT_SET is not set"),
@@ -188,7 +228,12 @@ def test_the_environment(hub: HubServer, names: tuple[str, str, str], monkeypatc
 def test_what_cannot_work_is_said_before_anything_is_done(
     hub: HubServer, names: tuple[str, str, str], arguments: list[str], sentence: str
 ) -> None:
-    arguments = ["--model", "some/model", *([] if "--package" in arguments else ["--package", PACKAGE]), *arguments]
+    arguments = [
+        "--model",
+        "some/model",
+        *([] if "--package" in arguments else ["--package", PACKAGE]),
+        *arguments,
+    ]
     refused = deploy("vllm", names[1], *arguments)
     assert refused.exit_code == 3
     assert sentence in refused.stderr

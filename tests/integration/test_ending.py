@@ -39,9 +39,12 @@ def command_line(pid: int) -> bytes:
 
 
 def leaves_nothing(command: list[str], title: bytes, number: signal.Signals, folder: Path) -> None:
-    """Start a command with temporary files in a folder, and send it a signal once a process below it has this title."""
+    """Start a command with temporary files in a folder, and send it a signal once a process below it has this
+    title.
+    """
     words = [sys.executable, "-m", *command]
-    environ = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}  # a busy machine is no reason to wait
+    # a busy machine is no reason to wait
+    environ = os.environ | {"TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(words, cwd=ROOT, env=environ, stderr=subprocess.PIPE, text=True) as process:
         tree = tree_with(title, process)
         process.send_signal(number)
@@ -57,7 +60,9 @@ def leaves_nothing(command: list[str], title: bytes, number: signal.Signals, fol
 
 def signals(*slow: signal.Signals) -> pytest.MarkDecorator:
     every = (signal.SIGINT, signal.SIGTERM, signal.SIGKILL)
-    marks = [pytest.param(number, id=number.name, marks=[pytest.mark.slow] * (number in slow)) for number in every]
+    marks = [
+        pytest.param(number, id=number.name, marks=[pytest.mark.slow] * (number in slow)) for number in every
+    ]
     return pytest.mark.parametrize("number", marks)
 
 
@@ -75,7 +80,12 @@ def test_the_demo(number: signal.Signals, tmp_path: Path) -> None:
 def test_the_benchmark_of_commits(number: signal.Signals, tmp_path: Path) -> None:
     command = ["benchmarks.commit", "--size", "tiny", "--commits", "1", "--window", "1", "--pairs", "1"]
     leaves_nothing(command, b"EngineCore", number, tmp_path)
-    logs = [path.name for folder in tmp_path.glob("deltasync-bench-*") for path in folder.iterdir() if path.is_file()]
+    logs = [
+        path.name
+        for folder in tmp_path.glob("deltasync-bench-*")
+        for path in folder.iterdir()
+        if path.is_file()
+    ]
     assert set(logs) <= {"engine.log", "server.log", "request.json", "result.json"}
 
 
@@ -104,18 +114,22 @@ end()
         ("global publisher; del publisher", 0),
     ],
 )
-def test_a_script_that_closes_nothing_ends_with_every_version_visible(end: str, code: int, tmp_path: Path) -> None:
+def test_a_script_that_closes_nothing_ends_with_every_version_visible(
+    end: str, code: int, tmp_path: Path
+) -> None:
     url = f"file://{tmp_path}/channel"
     words = [sys.executable, "-W", "error", "-c", SCRIPT.replace("END", end), url]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
-    # Python forgets an interrupt that ended the script if anything is evaluated while it exits, such as a late import; and
-    # the signal may reach another thread, and the main one only when it has ended.
+    # Python forgets an interrupt that ended the script if anything is evaluated while it exits, such as a
+    # late import; and the signal may reach another thread, and the main one only when it has ended.
     assert done.returncode in ((code, 1, 0) if code == -signal.SIGINT else (code,)), done.stderr
     assert "The process ends" not in done.stderr
     assert "deltasync" not in done.stderr.replace(str(ROOT), "") or "Traceback" in done.stderr
     replica = Replica(url)
     replica.sync()
-    assert torch.equal(replica.state_dict()["t0"], torch.full((64, 64), 3.0, dtype=torch.bfloat16)), done.stderr
+    assert torch.equal(replica.state_dict()["t0"], torch.full((64, 64), 3.0, dtype=torch.bfloat16)), (
+        done.stderr
+    )
 
 
 SIGNALLED = """
@@ -175,7 +189,9 @@ def test_sigterm_ends_a_process_wherever_it_comes(moment: str, value: float, tmp
     assert "goes on" not in done.stdout and "Terminated" not in done.stderr
     replica = Replica(url)
     replica.sync()
-    assert torch.equal(replica.state_dict()["t0"], torch.full((64, 64), value, dtype=torch.bfloat16)), done.stderr
+    assert torch.equal(replica.state_dict()["t0"], torch.full((64, 64), value, dtype=torch.bfloat16)), (
+        done.stderr
+    )
 
 
 def test_what_a_thread_publishes_after_the_script_has_ended_is_stored(tmp_path: Path) -> None:
@@ -192,7 +208,9 @@ main = threading.main_thread()
 threading.Thread(target=train).start()
 """
     url = f"file://{tmp_path}/channel"
-    done = subprocess.run([sys.executable, "-c", script, url], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S)
+    done = subprocess.run(
+        [sys.executable, "-c", script, url], cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S
+    )
     assert done.returncode == 0, done.stderr
     replica = Replica(url)
     replica.sync()
@@ -215,11 +233,18 @@ def test_ranks_that_close_nothing_end_with_the_last_version_visible(
     how: str, codes: set[int], size: int, tmp_path: Path
 ) -> None:
     folder, script = tmp_path / "channel", str(ROOT / "tests/integration/ending_ranks.py")
-    environ = os.environ | {"RENDEZVOUS": f"file://{tmp_path}/rendezvous", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    environ = os.environ | {
+        "RENDEZVOUS": f"file://{tmp_path}/rendezvous",
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(ROOT),
+    }
     lasts = [Path(f"{folder}.{rank}") for rank in range(size)]
     ranks = [
         subprocess.Popen(
-            [sys.executable, script, str(folder), how, str(rank), str(size)], env=environ, stderr=subprocess.PIPE, text=True
+            [sys.executable, script, str(folder), how, str(rank), str(size)],
+            env=environ,
+            stderr=subprocess.PIPE,
+            text=True,
         )
         for rank in range(size)
     ]
@@ -239,10 +264,14 @@ def test_ranks_that_close_nothing_end_with_the_last_version_visible(
     replica.sync()
     last, found = max(int(path.read_text()) for path in lasts), replica.state_dict()["w"]
     # A publish that SIGTERM comes into ends with its version, which no file names.
-    assert found.min() == found.max() and int(found.max()) in ((last, last + 1) if how == "signalled" else (last,)), said
+    assert found.min() == found.max() and int(found.max()) in (
+        (last, last + 1) if how == "signalled" else (last,)
+    ), said
 
 
-def test_a_script_waits_for_a_store_that_is_away_for_a_while_and_for_slow_encoding_until_its_end(tmp_path: Path) -> None:
+def test_a_script_waits_for_a_store_that_is_away_for_a_while_and_for_slow_encoding_until_its_end(
+    tmp_path: Path,
+) -> None:
     script = """
 import sys, time
 from deltasync import open_store

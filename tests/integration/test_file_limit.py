@@ -1,4 +1,6 @@
-"""A process that may open no more files: each use of a store says so, and passes once some are free. In a child."""
+"""A process that may open no more files: each use of a store says so, and passes once some are free. In a
+child.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""A channel on a disk without a free byte: a tmpfs of a few pages, in a mount namespace of its own (needs root)."""
+"""A channel on a disk without a free byte: a tmpfs of a few pages, in a mount namespace of its own (needs
+root).
+"""
 
 from __future__ import annotations
 

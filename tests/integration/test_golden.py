@@ -59,7 +59,10 @@ def _row(dtype: str, shape: tuple[int, ...], bits: np.ndarray) -> list[Any]:
 
 def _by_replica(replica: Replica) -> dict[str, list[Any]]:
     tensors = replica.state_dict()
-    return {name: _row(dtype_name(tensor.dtype), tuple(tensor.shape), bits_of(tensor)) for name, tensor in tensors.items()}
+    return {
+        name: _row(dtype_name(tensor.dtype), tuple(tensor.shape), bits_of(tensor))
+        for name, tensor in tensors.items()
+    }
 
 
 def _independently(channel: Channel, version: int | None, by: str = "") -> dict[str, list[Any]]:
@@ -68,8 +71,14 @@ def _independently(channel: Channel, version: int | None, by: str = "") -> dict[
 
 def test_make_writes_the_committed_bytes(tmp_path: Path) -> None:
     make.main(tmp_path)
-    written = {path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    committed = {path.relative_to(GOLDEN): path for path in GOLDEN.rglob("*") if path.suffix in (".json", ".safetensors")}
+    written = {
+        path.relative_to(tmp_path): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()
+    }
+    committed = {
+        path.relative_to(GOLDEN): path
+        for path in GOLDEN.rglob("*")
+        if path.suffix in (".json", ".safetensors")
+    }
     assert written.keys() == committed.keys()
     assert not [path for path, data in written.items() if data != committed[path].read_bytes()]
 
@@ -96,7 +105,9 @@ def test_replica_that_follows_gives_published_bits_at_every_version(codec: str) 
         assert _by_replica(replica) == expected[str(version)], version
 
 
-def test_a_replica_that_looks_again_at_its_version_takes_the_next_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_replica_that_looks_again_at_its_version_takes_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A refresh finds the version of an older epoch where it is; that says nothing of another number."""
     monkeypatch.setattr("deltasync.following.cursor.REFRESH_S", 0.0)
     replica = Replica(f"file://{GOLDEN / 'packed'}")
@@ -217,7 +228,10 @@ def test_a_compaction_gives_the_published_bits_to_both_readers(codec: str) -> No
     for way in ([first], [compaction]):
         follower.confirm(follower.commit(follower.stage(way)))
     assert follower.version == newest.version
-    found = {name: _row(dtype_name(tensor.dtype), tuple(tensor.shape), bits_of(tensor)) for name, tensor in tensors.items()}
+    found = {
+        name: _row(dtype_name(tensor.dtype), tuple(tensor.shape), bits_of(tensor))
+        for name, tensor in tensors.items()
+    }
     assert found == expected
 
 
@@ -262,7 +276,9 @@ def test_golden_channels_cover_the_format(codec: str) -> None:
     """What `make.py` means to write is there, so that a later run of it cannot lose it unnoticed."""
     folder = GOLDEN / codec
     channel = Channel(folder)
-    records = dict(zip(VERSIONS, (channel.record(key)[0] for key in _records(folder, *VERSIONS)), strict=True))
+    records = dict(
+        zip(VERSIONS, (channel.record(key)[0] for key in _records(folder, *VERSIONS)), strict=True)
+    )
     assert {dtype for dtype, _ in channel.table.values()} == independent_reader.DTYPES.keys()
     assert {(), (0, 4)} <= {shape for _, shape in channel.table.values()}
     assert [record["kind"] for record in records.values()] == ["anchor", *["delta"] * 5]
@@ -283,7 +299,12 @@ def test_golden_channels_cover_the_format(codec: str) -> None:
         assert max(row["blocks"] for row in rows) > 2
     else:
         assert any("tiles" in row for row in rows)
-        tables = [data for _, entries in parts for name, (_, _, data) in entries.items() if name.endswith(".tile_tables")]
+        tables = [
+            data
+            for _, entries in parts
+            for name, (_, _, data) in entries.items()
+            if name.endswith(".tile_tables")
+        ]
         assert max(data[0] for data in tables) > 0  # there are two classes in one group
 
 
@@ -319,13 +340,20 @@ def test_other_channels_cover_the_format() -> None:
 def test_example_of_classes_of_the_page_holds() -> None:
     page = (TESTS.parent / "docs/format.md").read_text(encoding="utf-8")
     example = re.search(
-        r"classes and tables are `(\w+)`.*?`([\w ]+)` and three.*?`(\w+)`, and becomes `([\w ]+)`", page, re.DOTALL
+        r"classes and tables are `(\w+)`.*?`([\w ]+)` and three.*?`(\w+)`, and becomes `([\w ]+)`",
+        page,
+        re.DOTALL,
     )
     assert example is not None
-    data, (old, new) = bytes.fromhex(example[1]), ([int(bits, 16) for bits in example[at].split()] for at in (2, 4))
+    data, (old, new) = (
+        bytes.fromhex(example[1]),
+        ([int(bits, 16) for bits in example[at].split()] for at in (2, 4)),
+    )
     classes, at = independent_reader.class_tables(data, 0)
     stream = independent_reader.Stream([int(example[3], 16)])
-    for index, step in independent_reader.class_block(stream, classes, [bits >> 7 & 255 for bits in old], 3, 16):
+    for index, step in independent_reader.class_block(
+        stream, classes, [bits >> 7 & 255 for bits in old], 3, 16
+    ):
         old[index] = (old[index] + step) % 2**16
     stream.end()
     assert (at, old) == (len(data), new)

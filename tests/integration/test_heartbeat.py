@@ -145,17 +145,26 @@ def test_a_heartbeat_that_is_not_read_in_time_serves_nothing(memory_url: str) ->
     store = FaultyStore(open_store(memory_url))
     store.hold_at("read")
     beat(store.inner, "hangs", 2)
-    with pytest.raises(AckTimeoutError, match=r"hangs \(serves no version, unread, .* could not be read in time"):
+    with pytest.raises(
+        AckTimeoutError, match=r"hangs \(serves no version, unread, .* could not be read in time"
+    ):
         wait(store, 2, timeout_s=0.1)
     store.heal()
 
 
 def test_a_replica_whose_clock_is_wrong_is_waited_for(store: Store) -> None:
     run = {"run_id": RUN, "epoch": EPOCH, "state": "serving"}
-    for replica_id, version, skew_s in [("good", 3, 0.0), ("behind", 1, -2 * heartbeat.LIVE_S), ("ahead", 2, 3600.0)]:
+    for replica_id, version, skew_s in [
+        ("good", 3, 0.0),
+        ("behind", 1, -2 * heartbeat.LIVE_S),
+        ("ahead", 2, 3600.0),
+    ]:
         time_s = time.time() + skew_s
         heartbeat.write(
-            store, Heartbeat(replica_id=replica_id, version=version, sha256=PUBLISHED[version], time_s=time_s, **run)
+            store,
+            Heartbeat(
+                replica_id=replica_id, version=version, sha256=PUBLISHED[version], time_s=time_s, **run
+            ),
         )
     with pytest.raises(AckTimeoutError, match=r"lag: ahead .*; behind "):
         wait(store, 3)
@@ -169,7 +178,9 @@ def test_a_replica_that_goes_on_is_live_whatever_time_the_store_has(store: Store
     assert heartbeat.is_live(known.refresh()[0])
 
 
-def test_a_look_reads_only_what_has_changed_and_who_does_not_serve(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_look_reads_only_what_has_changed_and_who_does_not_serve(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = FaultyStore(open_store(memory_url))
     for number in range(20):
         beat(store, f"replica-{number:02d}", 2)
@@ -209,7 +220,8 @@ def test_every_replica_counts_however_many_there_are(memory_url: str) -> None:
         late.replace(b'"version": 1', b'"version": 2').replace(PUBLISHED[1].encode(), PUBLISHED[2].encode()),
     )
     assert len(heartbeat.wait_for(store, RUN, 2, PUBLISHED, 60.0, known=known)) == 10_001
-    assert {key for _, key, _ in store.bytes_read} == {"replicas/straggler.json"}  # the others served it already
+    # the others served it already
+    assert {key for _, key, _ in store.bytes_read} == {"replicas/straggler.json"}
 
 
 def test_an_error_names_some_of_many(store: Store) -> None:
@@ -226,9 +238,12 @@ def test_ages_are_by_the_stores_clock(memory_url: str, ahead_s: float) -> None:
     beat(store, "dead", 1, age_s=LONG_AGO_S)
     beat(store, "ready", 2)
     store.age(20.0, "replicas/straggler.json")
-    with pytest.raises(AckTimeoutError, match=r"lag: straggler \(serves version 1 [^;]*serving, 2[0-9] s ago\)\.$"):
+    with pytest.raises(
+        AckTimeoutError, match=r"lag: straggler \(serves version 1 [^;]*serving, 2[0-9] s ago\)\.$"
+    ):
         wait(store, 2)
-    seen = {found.replica_id: heartbeat.is_live(found) for found in heartbeat.read_all(store, RUN)}  # only to be shown
+    # only to be shown
+    seen = {found.replica_id: heartbeat.is_live(found) for found in heartbeat.read_all(store, RUN)}
     assert seen == {"dead": False, "ready": True, "straggler": True}
 
 
@@ -238,7 +253,8 @@ def test_a_dead_fleet_is_dead_by_any_clock(memory_url: str, ahead_s: float, deci
     store = FaultyStore(open_store(memory_url), ahead_s=ahead_s)
     beat(store, "dead", 1, age_s=LONG_AGO_S)
     (found,) = heartbeat.Heartbeats(store, RUN, decides=decides).refresh()
-    assert heartbeat.is_live(found) == (not decides and ahead_s > 0)  # nothing looks old to who only shows it, for a minute
+    # nothing looks old to who only shows it, for a minute
+    assert heartbeat.is_live(found) == (not decides and ahead_s > 0)
 
 
 def test_where_nothing_may_be_written_the_newest_heartbeat_tells_the_time(memory_url: str) -> None:
@@ -306,14 +322,21 @@ def test_a_lasting_error_is_raised(store: Store) -> None:
         wait(faulty, 2, timeout_s=20)
 
 
-# --- servers that are asked --------------------------------------------------------------------------------------------
+# --- servers that are asked
+# --------------------------------------------------------------------------------------------
 
 
 class StatusServer(Answers):
     """Answers as a replica's routes do; the real ones are asked in the tests with vLLM."""
 
     def __init__(self) -> None:
-        self.status = {"run_id": RUN, "state": "serving", "version": 2, "epoch": EPOCH, "sha256": PUBLISHED[2]}
+        self.status = {
+            "run_id": RUN,
+            "state": "serving",
+            "version": 2,
+            "epoch": EPOCH,
+            "sha256": PUBLISHED[2],
+        }
         self.token: str | None = None
         self.found = True  # whether it has deltasync's routes
         self.asked_for: list[int] = []
@@ -356,10 +379,13 @@ def test_every_server_on_the_list_is_waited_for(store: Store, server: StatusServ
 def test_a_required_server_that_does_not_follow_is_not_waited_for(store: Store, server: StatusServer) -> None:
     server.found = False
     began = time.monotonic()
-    with pytest.raises(ConfigError, match=rf"^The vLLM server at {server.url} does not follow a channel, .* Version 3 is"):
+    with pytest.raises(
+        ConfigError, match=rf"^The vLLM server at {server.url} does not follow a channel, .* Version 3 is"
+    ):
         heartbeat.wait_for(store, RUN, 3, PUBLISHED, 3600.0, [server.url], required=True)
     assert time.monotonic() - began > 3.0
-    with pytest.raises(AckTimeoutError, match="answered 404"):  # one of many servers, which may be a proxy that starts
+    # one of many servers, which may be a proxy that starts
+    with pytest.raises(AckTimeoutError, match="answered 404"):
         heartbeat.wait_for(store, RUN, 3, PUBLISHED, 4.0, [server.url])
     back = threading.Timer(1.5, setattr, (server, "found", True))
     back.start()
@@ -378,7 +404,9 @@ def test_a_server_with_another_version_of_the_same_number_lags(store: Store, ser
         wait(store, 2, urls=[server.url])
 
 
-def test_a_server_with_a_token_wants_it_or_none(store: Store, server: StatusServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_with_a_token_wants_it_or_none(
+    store: Store, server: StatusServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.token = "secret"
     assert wait(store, 2, urls=[server.url]) == [server.url]
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "secret")
@@ -412,7 +440,9 @@ def test_the_hubs_token_does_not_go_where_a_redirect_leads(monkeypatch: pytest.M
     with Answers(lambda asked: (stolen.append(asked), (200, b""))[1]) as thief:
         redirect = 302, b"", {"location": thief.url}
         with Answers(lambda asked: (seen.append(asked), redirect)[1], "localhost") as server:
-            get_session().request("GET", server.url, headers={"authorization": "Bearer secret"}, follow_redirects=True)
+            get_session().request(
+                "GET", server.url, headers={"authorization": "Bearer secret"}, follow_redirects=True
+            )
     assert seen[0].headers["authorization"] == "Bearer secret"
     assert len(stolen) == 1 and "authorization" not in stolen[0].headers
 
@@ -427,7 +457,9 @@ def test_a_server_that_hangs_is_not_waited_for(store: Store) -> None:
 def told(store: Store, boot: str, version: int, state: str = "serving", pin: str | None = None) -> Status:
     """The status of a replica in a container, where each has the same name."""
     identity: dict[str, Any] = {"version": version, "epoch": EPOCH, "sha256": PUBLISHED[version]}
-    return Status(replica_id="localhost-1", channel=store.url, run_id=RUN, state=state, boot=boot, pin=pin, **identity)
+    return Status(
+        replica_id="localhost-1", channel=store.url, run_id=RUN, state=state, boot=boot, pin=pin, **identity
+    )
 
 
 def test_two_replicas_of_one_name_are_two_and_both_say_so(
@@ -440,7 +472,11 @@ def test_two_replicas_of_one_name_are_two_and_both_say_so(
 
     def write(boot: str, version: int, **options: Any) -> None:
         writers[boot].update(told(store, boot, version, **options))
-        wait_until(lambda: any((beat.boot, beat.version) == (boot, version) for beat in heartbeat.read_all(store, RUN)))
+        wait_until(
+            lambda: any(
+                (beat.boot, beat.version) == (boot, version) for beat in heartbeat.read_all(store, RUN)
+            )
+        )
 
     write("0000000a", 1)
     assert wait(store, 1) == ["localhost-1"]
@@ -459,7 +495,11 @@ def test_two_replicas_of_one_name_are_two_and_both_say_so(
     write("0000000b", 4)
     assert {*wait(store, 2)} == {*names.values()}
     write("0000000a", 3)
-    wait_until(lambda: len([each for each in caplog.messages if "another replica is named localhost-1 too" in each]) == 2)
+    wait_until(
+        lambda: (
+            len([each for each in caplog.messages if "another replica is named localhost-1 too" in each]) == 2
+        )
+    )
     for boot in writers:
         writers[boot].stop(told(store, boot, 4, heartbeat.STOPPED))
         assert f"this one's (boot {boot})" in caplog.text
@@ -476,7 +516,8 @@ def test_a_replica_that_starts_again_is_one_and_does_not_warn(
         writer = HeartbeatWriter(store, 10.0, Life(boot))
         for version in (1, 2):
             writer.update(told(store, boot, version))
-            wait_until(lambda: any((b.boot, b.version) == (boot, version) for b in heartbeat.read_all(store, RUN)))  # noqa: B023
+            written = (boot, version)
+            wait_until(lambda: written in [(b.boot, b.version) for b in heartbeat.read_all(store, RUN)])  # noqa: B023
         (found,) = heartbeat.read_all(store, RUN)
         assert (found.replica_id, found.boot) == ("localhost-1", boot)
         if start:  # killed, a while ago
@@ -506,7 +547,9 @@ def test_replicas_that_were_restored_from_one_snapshot_are_two(
         (1, True),
         (2, False),
     ]
-    with pytest.raises(AckTimeoutError, match=r"lag: localhost-1 \(boot deadbeef\) \(serves version 1 [^;]*\)\.$"):
+    with pytest.raises(
+        AckTimeoutError, match=r"lag: localhost-1 \(boot deadbeef\) \(serves version 1 [^;]*\)\.$"
+    ):
         wait(store, 2)
     write(hangs, 2, 7)
     assert len(wait(store, 2)) == 2

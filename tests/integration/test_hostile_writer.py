@@ -1,4 +1,6 @@
-"""Somebody else can write to the bucket. A replica that requires signatures takes nothing from them, whatever they do."""
+"""Somebody else can write to the bucket. A replica that requires signatures takes nothing from them, whatever
+they do.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ SECOND = "000002-0000000b"
 
 
 class Channel:
-    """A signed channel of six versions in two epochs: weights of 1 and 4, compactions from 1 to 6 and from 2 to 5."""
+    """A signed channel of six versions in two epochs: weights of 1 and 4, compactions from 1 to 6 and from 2
+    to 5.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.keys = folder
@@ -69,7 +73,9 @@ class Channel:
         return made, written
 
     def replica(self, objects: Objects, at: int | None = None) -> tuple[Store, Replica]:
-        """A replica that requires our key, at a version of the honest channel, which then turns into these objects."""
+        """A replica that requires our key, at a version of the honest channel, which then turns into these
+        objects.
+        """
         store = new_store()
         replica = Replica(store, trusted_keys=self.keys / "ours.pub")
         if at is not None:
@@ -86,7 +92,9 @@ class Channel:
             assert_same_bits(replica.state_dict(), self.made.bits[replica.identity.sha256])
 
     def never_wrong(self, objects: Objects, at: int | None) -> bool:
-        """The replica refuses and keeps what it has, or goes to what was published. Whether it arrived at the newest."""
+        """The replica refuses and keeps what it has, or goes to what was published. Whether it arrived at the
+        newest.
+        """
         _, replica = self.replica(objects, at)
         try:
             replica.sync()
@@ -156,7 +164,8 @@ def signed(objects: Objects) -> list[str]:
 def test_a_whole_channel_by_somebody_else_is_refused(channel: Channel) -> None:
     theirs, unsigned = (objects_of(channel.run(1, signer)[0].store) for signer in (channel.theirs, None))
     claimed = {
-        key: data.replace(channel.theirs.public.encode(), channel.ours.public.encode()) for key, data in theirs.items()
+        key: data.replace(channel.theirs.public.encode(), channel.ours.public.encode())
+        for key, data in theirs.items()
     }
     for objects, why in ((theirs, "not trusted"), (unsigned, "not signed"), (claimed, "does not fit")):
         channel.refuses(objects, SignatureError, why)
@@ -185,14 +194,20 @@ def test_a_large_compaction_is_not_read_before_its_document_is_found_to_be_ours(
     store, _ = channel.replica(channel.objects)
     key = keys.compaction(2, NEWEST, "000000-0000000d")
     claim = channel.objects[keys.compaction(1, NEWEST, SECOND)]
-    for large in (bytes(6 << 20), bytes(6 << 20) + claim, bytes(6 << 20) + struct.pack("<Q", (6 << 20) - 100)):
+    for large in (
+        bytes(6 << 20),
+        bytes(6 << 20) + claim,
+        bytes(6 << 20) + struct.pack("<Q", (6 << 20) - 100),
+    ):
         store.put(key, large)
         ranged = FaultyStore(store)
         reader = ChannelReader(ranged, channel.keys / "ours.pub")
         (info,) = (info for _, info in reader.compactions() if info.key == key)
         with pytest.raises(CorruptDataError):
             reader.stored(key, known=info)
-        assert 0 < sum(size for _, key, size in ranged.bytes_read if key.startswith(keys.COMPACTIONS)) < 1 << 20
+        assert (
+            0 < sum(size for _, key, size in ranged.bytes_read if key.startswith(keys.COMPACTIONS)) < 1 << 20
+        )
         for at in (1, 2):
             assert channel.never_wrong(channel.objects | {key: large}, at)
 
@@ -227,11 +242,16 @@ def test_what_lies_beside_the_weights_is_ours_too(channel: Channel, tmp_path: Pa
     reader = ChannelReader(store, channel.keys / "ours.pub")
     ops.export(reader, NEWEST, tmp_path / "export")
     assert (tmp_path / "export/config.json").read_bytes() == channel.objects[config]
-    assert not (tmp_path / "export/modeling.py").exists() and not (tmp_path / "export/tokenizer.json").exists()
+    assert (
+        not (tmp_path / "export/modeling.py").exists() and not (tmp_path / "export/tokenizer.json").exists()
+    )
     store.put(config, b'{"auto_map": {"AutoModel": "theirs"}}')
     with contextlib.suppress(CorruptDataError):  # or that of another anchor
         ops.export(ChannelReader(store, channel.keys / "ours.pub"), NEWEST, tmp_path / "again")
-    assert not (tmp_path / "again").exists() or (tmp_path / "again/config.json").read_bytes() == channel.objects[config]
+    assert (
+        not (tmp_path / "again").exists()
+        or (tmp_path / "again/config.json").read_bytes() == channel.objects[config]
+    )
 
 
 def test_a_copy_takes_nothing_of_theirs(channel: Channel) -> None:

@@ -1,4 +1,6 @@
-"""Channels in a bucket of the Hub: told of changes, followed by another process, and what faults do to them."""
+"""Channels in a bucket of the Hub: told of changes, followed by another process, and what faults do to
+them.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def weights_of(version: int) -> dict[str, torch.Tensor]:
 
 
 class TestChannel:
-    def test_publishing_goes_on_after_a_fault_of_each_request(self, hub_channel: HubStore, hub: HubServer) -> None:
+    def test_publishing_goes_on_after_a_fault_of_each_request(
+        self, hub_channel: HubStore, hub: HubServer
+    ) -> None:
         with Publisher(hub_channel, retry_delay_s=0.01) as publisher:
             publisher.publish(weights_of(1).items()).wait(60)
             for version, step in enumerate(("batch", "write_token", "xorb", "shard", "resolve"), start=2):
@@ -102,7 +106,9 @@ class TestChannel:
         told.watch.close()
 
     def test_a_replica_follows_another_process_by_being_told(self, hub: HubServer, store: HubStore) -> None:
-        """A version every 30 ms at most; the replica may skip some, and has the right bits of each that it takes."""
+        """A version every 30 ms at most; the replica may skip some, and has the right bits of each that it
+        takes.
+        """
         store.delete(keys.HEAD)  # which made the bucket
         changed, replica, taken = threading.Event(), Replica(store), set()
         watch = store.watch(keys.VERSIONS, lambda _: changed.set())
@@ -126,7 +132,9 @@ class TestChannel:
                 watch.close()
             assert process.stdout is not None
             printed = process.stdout.read().split()
-        live = b"".join(tensor.view(torch.uint8).numpy().tobytes() for tensor in replica.state_dict().values())
+        live = b"".join(
+            tensor.view(torch.uint8).numpy().tobytes() for tensor in replica.state_dict().values()
+        )
         assert printed == [hashlib.sha256(live).hexdigest()]
         assert len(taken) > 1
 
@@ -174,7 +182,8 @@ class TestQuota:
                     wait_until(lambda: following.version == version)  # noqa: B023
                     time.sleep(0.3)  # until its heartbeat is there
                 asked = [entry[3] for entry in hub.ask("GET", "/_log") if entry[1] == "resolve"]
-        # The publisher reads head, which replicas read only now and then. A heartbeat's writer looks at the last one first.
+        # The publisher reads head, which replicas read only now and then. A heartbeat's writer looks at the
+        # last one first.
         resolved = sum("head.json" not in path for path in asked)
         assert versions <= resolved <= 1.5 * versions, asked
 

@@ -39,7 +39,9 @@ def test_the_command_of_the_guide_starts_the_job(hub: HubServer, tmp_path: Path)
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     (tmp_path / "dist").mkdir()
     (tmp_path / "dist" / "deltasync-0.1.0-cp311-abi3-linux_x86_64.whl").write_bytes(b"bytes of a wheel")
-    done = subprocess.run(command, cwd=tmp_path, env=hub.env | tokens, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, cwd=tmp_path, env=hub.env | tokens, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     (job,) = hub.ask("GET", "/_jobs")
     script, *arguments = words[words.index("deploy/jobs/train.py") :]
@@ -50,7 +52,9 @@ def test_the_command_of_the_guide_starts_the_job(hub: HubServer, tmp_path: Path)
     assert job["command"] == ["uv", "run", *words[at : at + 4], f"{mounted}/train.py", *arguments]
 
     def stored(mount: str, name: str) -> bytes:
-        return HubStore(f"hf://buckets/{volumes[mount]['source']}/{volumes[mount]['path']}").read(name, 1 << 30)
+        return HubStore(f"hf://buckets/{volumes[mount]['source']}/{volumes[mount]['path']}").read(
+            name, 1 << 30
+        )
 
     assert stored(mounted, "train.py") == (ROOT / script).read_bytes()
     for word in (words[at + 1], f"{words[-1]}/router.py"):  # the wheel and the router, as the job names them
@@ -61,7 +65,8 @@ def test_the_command_of_the_guide_starts_the_job(hub: HubServer, tmp_path: Path)
 
 
 @pytest.mark.trl
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch, while TRL imports it
+# of torch, while TRL imports it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_its_options_and_those_of_trl_and_the_callback_go_together(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -70,7 +75,9 @@ def test_its_options_and_those_of_trl_and_the_callback_go_together(
     with pytest.raises(SystemExit) as ended:
         runpy.run_path(str(ROOT / "deploy/jobs/train.py"), run_name="__main__")
     assert ended.value.code == 0
-    assert {"--servers", "--replicas", "--max_behind", "--learning_rate"} <= set(capsys.readouterr().out.split())
+    assert {"--servers", "--replicas", "--max_behind", "--learning_rate"} <= set(
+        capsys.readouterr().out.split()
+    )
 
 
 @pytest.mark.slow
@@ -91,22 +98,43 @@ def test_the_script_trains(tmp_path: Path) -> None:
     }
     wordle = [sys.executable, "-m", "wordle", "--port", str(environment_port)]
     with (
-        serving(checkpoint, token="status", DELTASYNC_HTTP_TOKEN="status", VLLM_API_KEY="replica's") as server,
+        serving(
+            checkpoint, token="status", DELTASYNC_HTTP_TOKEN="status", VLLM_API_KEY="replica's"
+        ) as server,
         Child("The environment", wordle, env, tmp_path / "wordle.log"),
     ):
-        command = [sys.executable, ROOT / "deploy/jobs/train.py", "--model", checkpoint, "--channel", server.channel]
+        command = [
+            sys.executable,
+            ROOT / "deploy/jobs/train.py",
+            "--model",
+            checkpoint,
+            "--channel",
+            server.channel,
+        ]
         command += ["--servers", server.url, "--router_port", str(free_port())]
         command += ["--environment", f"http://127.0.0.1:{environment_port}"]
         command += ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false"]
-        # The tiny model does not know these prompts, all its rewards are alike: what changes its weights is their decay.
-        command += ["--max_steps", "3", "--max_completion_length", "64", "--learning_rate", "1e-2", "--weight_decay", "1"]
+        # The tiny model does not know these prompts, all its rewards are alike: what changes its weights is
+        # their decay.
+        command += [
+            "--max_steps",
+            "3",
+            "--max_completion_length",
+            "64",
+            "--learning_rate",
+            "1e-2",
+            "--weight_decay",
+            "1",
+        ]
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-3000:]
         replica = Replica(server.channel)
         assert replica.sync() >= 4  # the first weights, and those after each step
         server.wait(lambda status: status["version"] == replica.version)
         live = server.json("/deltasync/digest")["sha256"]
-        published = {name: hashlib.sha256(bits_of(w).tobytes()).hexdigest() for name, w in replica.state_dict().items()}
+        published = {
+            name: hashlib.sha256(bits_of(w).tobytes()).hexdigest() for name, w in replica.state_dict().items()
+        }
         assert live == published
         first = load_file(checkpoint / "model.safetensors")
         assert any(not torch.equal(first[name], weight) for name, weight in replica.state_dict().items())

@@ -1,4 +1,5 @@
-"""Every way of cutting a model over ranks is published whole, or refused by all ranks: the table of guides/sharded.md.
+"""Every way of cutting a model over ranks is published whole, or refused by all ranks: the table of
+guides/sharded.md.
 
 The loops of the guide run as they are printed, with an evaluation between.
 """
@@ -15,7 +16,9 @@ import pytest
 from tests.integration.test_sharded import ROOT, torchrun
 
 _PAGE = ROOT / "docs/guides/sharded.md"
-_ROW = re.compile(r"^\| `([^`]+)` \| (published|refused at the start|refused after an evaluation) \|", re.MULTILINE)
+_ROW = re.compile(
+    r"^\| `([^`]+)` \| (published|refused at the start|refused after an evaluation) \|", re.MULTILINE
+)
 
 SAID = dict(_ROW.findall(_PAGE.read_text()))
 """The kinds of the guide's table, and what it says of each."""
@@ -42,12 +45,16 @@ _FIRST = [[1, "anchor"], [2, "delta"], [3, "delta"], [4, "delta"]]
 def run(folder: Path, size: int, names: list[str], **environ: str) -> dict[str, list[dict[str, Any]]]:
     """What each rank was told of each kind."""
     torchrun(size, folder, *names, script="kinds_ranks.py", timeout_s=900, **environ)
-    files = {name: [folder / f"{name.replace(' ', '-')}.{rank}.json" for rank in range(size)] for name in names}
+    files = {
+        name: [folder / f"{name.replace(' ', '-')}.{rank}.json" for rank in range(size)] for name in names
+    }
     return {name: [json.loads(file.read_text()) for file in each] for name, each in files.items()}
 
 
 def prove(said: str, told: list[dict[str, Any]], versions: list[list[Any]]) -> None:
-    """All ranks have the same outcome, and it is the one that the guide says. The ranks have compared the bits."""
+    """All ranks have the same outcome, and it is the one that the guide says. The ranks have compared the
+    bits.
+    """
     if said == "published":
         assert all(each == {"versions": versions} for each in told), told
         return
@@ -83,7 +90,11 @@ def test_loops_and_a_part_of_the_table_hold_on_two_ranks(tmp_path: Path) -> None
 @pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 4])
 def test_a_loop_with_deepspeed_publishes_the_model(tmp_path: Path, size: int, deepspeed: Path) -> None:
-    environ = {"PYTHONPATH": f"{ROOT}:{deepspeed}", "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": f"{deepspeed}/built"}
+    environ = {
+        "PYTHONPATH": f"{ROOT}:{deepspeed}",
+        "DS_ACCELERATOR": "cpu",
+        "TORCH_EXTENSIONS_DIR": f"{deepspeed}/built",
+    }
     assert_outcomes(run(tmp_path / "kinds", size, [_ZERO], **environ))
 
 

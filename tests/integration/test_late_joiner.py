@@ -14,7 +14,8 @@ from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
 
 NEWEST = 1001
-DOCUMENTS = 8  # channel.json, head at the beginning and the end, listings of records and of compactions, a poll
+# channel.json, head at the beginning and the end, listings of records and of compactions, a poll
+DOCUMENTS = 8
 
 
 def _states(element_count: int) -> list[dict[str, torch.Tensor]]:
@@ -43,7 +44,8 @@ def test_with_compactions_and_anchors_it_is_one_for_each_of_them(memory_url: str
     behind.sync(1)
     edges = len(compactions) + (NEWEST - compactions[-1][1])
     assert len(_requests(store, behind, channel)) <= edges + DOCUMENTS
-    # From nothing: the anchor, single versions until a compaction begins, and what follows the last compaction.
+    # From nothing: the anchor, single versions until a compaction begins, and what follows the last
+    # compaction.
     assert len(_requests(store, Replica(store), channel)) <= 2 + 32 + 4 + 32 + DOCUMENTS
 
 
@@ -53,11 +55,12 @@ def test_collecting_garbage_reads_each_document_once(memory_url: str) -> None:
     ops.gc(ChannelReader(store), KeepPolicy(last=2), grace_s=0)
     reads = [key for operation, key in store.calls if operation == "read"]
     assert len(set(reads)) == 2 + NEWEST + 1 + 2 + 1, (
-        "channel and head, records and the slot after them, announced anchors, what may announce the first one"
+        "channel and head, records and the slot after them, announced anchors, what may announce the first "
+        "one"
     )
     assert len(reads) == len(set(reads)) + 1, "the newest twice: the listing is held against head"
     listed = [key for operation, key in store.calls if operation == "list"]
-    # Files twice: before the documents, and to see whether the announced anchors are complete. Heartbeats twice: to find the
-    # stale ones, and after the documents to see what replicas serve by then.
+    # Files twice: before the documents, and to see whether the announced anchors are complete. Heartbeats
+    # twice: to find the stale ones, and after the documents to see what replicas serve by then.
     folders = {"probe/", "replicas/", "parts/", "anchors/", "versions/", "compactions/", "announcements/"}
     assert {key.split("/")[0] + "/" for key in listed} == folders and len(listed) == len(folders) + 2

@@ -1,4 +1,6 @@
-"""The policies of docs/security.md, as written there, are enough and no more; by moto, which evaluates them."""
+"""The policies of docs/security.md, as written there, are enough and no more; by moto, which evaluates
+them.
+"""
 
 from __future__ import annotations
 
@@ -30,13 +32,19 @@ def as_user(s3_server: s3.S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator
     """Opens the bucket's channel `run` with the rights of `trainer` or `replica`."""
     bucket = s3_server.new_bucket()
     iam: Any = boto3.client(
-        "iam", endpoint_url=s3_server.endpoint, region_name=s3.REGION, aws_access_key_id="a", aws_secret_access_key="b"
+        "iam",
+        endpoint_url=s3_server.endpoint,
+        region_name=s3.REGION,
+        aws_access_key_id="a",
+        aws_secret_access_key="b",
     )
     policies = re.findall(r"```json\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
     keys = {}
     for name, policy in zip(("trainer", "replica"), policies, strict=True):
         iam.create_user(UserName=name)
-        iam.put_user_policy(UserName=name, PolicyName=name, PolicyDocument=policy.replace(":::weights", f":::{bucket}"))
+        iam.put_user_policy(
+            UserName=name, PolicyName=name, PolicyDocument=policy.replace(":::weights", f":::{bucket}")
+        )
         assert json.loads(policy)["Version"] == "2012-10-17"
         keys[name] = iam.create_access_key(UserName=name)["AccessKey"]
 

@@ -1,4 +1,6 @@
-"""What only reads documents, and what is refused, loads neither torch nor numpy, so that it answers at once."""
+"""What only reads documents, and what is refused, loads neither torch nor numpy, so that it answers at
+once.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def test_commands_that_read_documents(channel: str, tmp_path: Path) -> None:
     ]
     done = run(" + ".join(commands))
     assert done.returncode == 0, done.stderr
-    assert [line for line in done.stdout.splitlines() if line.startswith("ended:")] == ["ended: 0 loaded:"] * len(commands)
+    assert [line for line in done.stdout.splitlines() if line.startswith("ended:")] == [
+        "ended: 0 loaded:"
+    ] * len(commands)
 
 
 def test_a_directory_that_no_demo_made_is_left_alone(tmp_path: Path) -> None:

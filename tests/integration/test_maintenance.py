@@ -57,7 +57,9 @@ STATES = states_of(1200)
 
 
 def _fill(store: Store, newest: int = 10) -> tuple[Made, list[VersionId]]:
-    """Versions 1 to `newest`: anchors of 5 and 9 are announced, payloads of even versions are parts, a seal follows 6."""
+    """Versions 1 to `newest`: anchors of 5 and 9 are announced, payloads of even versions are parts, a seal
+    follows 6.
+    """
     return filled(store, STATES[:newest], anchors=(5, 9), parts=range(2, 99, 2), seals=(6,))
 
 
@@ -133,7 +135,9 @@ def test_no_payload_is_read_to_collect_garbage(memory_url: str) -> None:
     filled(store.inner, states_of(300_000, 6), anchors=(4,), parts=(2,))
     weights = {info.key: info.bytes for info in store.list("versions/")}
     assert (
-        max(weights.values()) < 1 << 14 < min(info.bytes for info in store.list("anchors/0000000001") if "model" in info.key)
+        max(weights.values())
+        < 1 << 14
+        < min(info.bytes for info in store.list("anchors/0000000001") if "model" in info.key)
     )
     store.calls.clear()
     assert len(_gc(store, grace_s=3600).young) == 6
@@ -141,14 +145,17 @@ def test_no_payload_is_read_to_collect_garbage(memory_url: str) -> None:
     store.calls.clear()
     assert _gc(store, last=1).objects
     read = [key for operation, key in store.calls if operation == "read"]
-    # channel, head, the record that it names and the next one; records, the compaction; what may announce the first anchor
+    # channel, head, the record that it names and the next one; records, the compaction; what may announce the
+    # first anchor
     assert len(read) == 4 + 6 + 1 + 1
     assert not [key for key in read if key.startswith(("parts/", "anchors/"))]
 
 
 def test_what_became_dispensable_just_now_is_spared_however_old_it_is(store: FaultyStore) -> None:
     store.age(DAY_S)
-    made = Made(store.inner, epoch=_reader(store).numbered(10).record.epoch, tip=_reader(store).numbered(10).version)
+    made = Made(
+        store.inner, epoch=_reader(store).numbered(10).record.epoch, tip=_reader(store).numbered(10).version
+    )
     made.specs, made.bits = _reader(store).specs, {made.tip.sha256: STATES[9]}  # type: ignore[union-attr]
     made.announce(made.tip)  # type: ignore[arg-type]
     _gc(store, 3600, last=1)
@@ -173,7 +180,11 @@ def test_what_dead_publishers_left_goes_when_somebody_goes_on(store: FaultyStore
     epoch, later = _reader(store).numbered(10).record.epoch, keys.new_epoch(7)
     tool = keys.anchor_folder(9, keys.new_author())
     left = [f"{keys.parts_folder(4, EPOCH, 1)}/x", f"{keys.anchor_folder(6, EPOCH)}/x", f"{tool}/x"]
-    ahead = [f"{keys.parts_folder(11, epoch)}/x", f"{keys.anchor_folder(10, epoch)}/x", f"{keys.parts_folder(11, later)}/x"]
+    ahead = [
+        f"{keys.parts_folder(11, epoch)}/x",
+        f"{keys.anchor_folder(10, epoch)}/x",
+        f"{keys.parts_folder(11, later)}/x",
+    ]
     for key in (*left, *ahead, "parts/notes.txt", "anchors/elsewhere/x"):
         store.inner.put(key, b"left")
     assert not _gc(store, grace_s=3600).objects
@@ -368,7 +379,9 @@ def test_a_version_that_is_published_during_a_collection_is_untouched(
 
 
 @pytest.mark.parametrize(("operation", "key"), STEPS)
-def test_a_compaction_that_is_written_during_a_collection_is_untouched(store: FaultyStore, operation: str, key: str) -> None:
+def test_a_compaction_that_is_written_during_a_collection_is_untouched(
+    store: FaultyStore, operation: str, key: str
+) -> None:
     store.put(LEFT, b"left")
     gate = store.hold_at(operation, key)
     with ThreadPoolExecutor(1) as pool:
@@ -381,9 +394,13 @@ def test_a_compaction_that_is_written_during_a_collection_is_untouched(store: Fa
     assert (report.compactions, report.problems) == (1, [])
 
 
-@pytest.mark.parametrize("place", ["parts/0000000004", "versions/0000000/0000000005", "versions/0000000/0000000009"])
+@pytest.mark.parametrize(
+    "place", ["parts/0000000004", "versions/0000000/0000000005", "versions/0000000/0000000009"]
+)
 def test_a_reader_in_progress_completes(memory_url: str, place: str) -> None:
-    """It planned on versions that are forgotten then. It takes another way, or finishes until the grace is over."""
+    """It planned on versions that are forgotten then. It takes another way, or finishes until the grace is
+    over.
+    """
     store, large = open_store(memory_url), states_of(360_000, 10)
     channel, versions = filled(store, large, parts=range(2, 11, 2))
     behind = FaultyStore(store)
@@ -428,14 +445,20 @@ def _wrong_compaction(store: Store) -> None:
     two, six = reader.numbered(2).version, reader.numbered(6)
     delta = Delta(codec="packed", changed=lossy.changed)
     prints, author = {"w": 0, "ids": 0}, keys.new_author()
-    made = compaction.encode_shortcut(reader, six.version, payload, prints, None, author, base=two, delta=delta)
+    made = compaction.encode_shortcut(
+        reader, six.version, payload, prints, None, author, base=two, delta=delta
+    )
     assert made.data is not None
     as_published = dataclasses.replace(made.record, fingerprint=six.record.fingerprint)
     compaction.put_shortcut(reader, record.encode(as_published, made.key, payload, None))
 
 
 def _compaction_key(store: Store, base: int, version: int) -> str:
-    (key,) = [info.key for span, info in _reader(store).compactions() if (span.base, span.version) == (base, version)]
+    (key,) = [
+        info.key
+        for span, info in _reader(store).compactions()
+        if (span.base, span.version) == (base, version)
+    ]
     return key
 
 
@@ -463,24 +486,59 @@ DAMAGE: dict[str, tuple[Callable[[Store], object], int, int, str]] = {
     "a part is short": (lambda s: _change(s, _part_of(s, 4), truncated), 4, 4, "bytes"),
     "a part is altered": (lambda s: _change(s, _part_of(s, 4), flipped), 0, 4, "does not have the sha256"),
     "an anchor is altered": (lambda s: _change(s, _anchor_of(5), flipped), 0, 4, "sha256"),
-    "a config is altered": (lambda s: s.put(f"{keys.anchor_folder(5, EPOCH)}/config.json", b"[]"), 0, 4, "sha256"),
+    "a config is altered": (
+        lambda s: s.put(f"{keys.anchor_folder(5, EPOCH)}/config.json", b"[]"),
+        0,
+        4,
+        "sha256",
+    ),
     "a compaction is altered": (lambda s: _change(s, _compaction_key(s, 1, 6), flipped), 4, 4, "body"),
-    "a compaction does not give the bits": (_wrong_compaction, 0, 9, "Version 6 did not give the published bits in w"),
+    "a compaction does not give the bits": (
+        _wrong_compaction,
+        0,
+        9,
+        "Version 6 did not give the published bits in w",
+    ),
     "a compaction is of another version": (
         lambda s: _edit(s, _compaction_key(s, 1, 6), sha256="0" * 64),
         4,
         4,
         "another digest for version 6",
     ),
-    "a record is damaged": (lambda s: _change(s, _key_of(s, 7), flipped), 4, 4, "versions/0000000/0000000007"),
+    "a record is damaged": (
+        lambda s: _change(s, _key_of(s, 7), flipped),
+        4,
+        4,
+        "versions/0000000/0000000007",
+    ),
     "a record is missing": (lambda s: s.delete(_key_of(s, 7)), 5, 5, "Version 8 is not reachable"),
-    "a record was rewritten": (lambda s: _edit(s, _key_of(s, 3), step=7), 4, 4, "versions/0000000/0000000003"),
+    "a record was rewritten": (
+        lambda s: _edit(s, _key_of(s, 3), step=7),
+        4,
+        4,
+        "versions/0000000/0000000003",
+    ),
     "a record is of another run": (lambda s: _edit(s, _key_of(s, 1), run_id="x"), 4, 4, "belongs to run x"),
     "a version does not give the bits": (_wrong_bits, 0, 9, "Version 10 did not give"),
-    "a seal is damaged": (lambda s: _change(s, keys.slot(7, EPOCH), flipped), 4, 4, "versions/0000000/0000000007.000001"),
-    "an epoch's document is damaged": (lambda s: s.put(next(iter(s.list(keys.EPOCHS))).key, b"{"), 4, 4, "epochs/000002"),
+    "a seal is damaged": (
+        lambda s: _change(s, keys.slot(7, EPOCH), flipped),
+        4,
+        4,
+        "versions/0000000/0000000007.000001",
+    ),
+    "an epoch's document is damaged": (
+        lambda s: s.put(next(iter(s.list(keys.EPOCHS))).key, b"{"),
+        4,
+        4,
+        "epochs/000002",
+    ),
     "head is damaged": (lambda s: s.put(keys.HEAD, b"{"), 4, 4, "head.json is not a JSON object"),
-    "head names another record": (lambda s: _edit_head(s, sha256="0" * 64), 4, 4, "head.json has another digest"),
+    "head names another record": (
+        lambda s: _edit_head(s, sha256="0" * 64),
+        4,
+        4,
+        "head.json has another digest",
+    ),
     "head names no version": (lambda s: _edit_head(s, version=11), 5, 5, "0000000011"),
     "head is of another run": (lambda s: _edit_head(s, run_id="x"), 4, 4, "head.json belongs to run x"),
 }
@@ -534,9 +592,13 @@ def test_check_without_data_reads_records_only_and_is_told_of_garbage(store: Fau
     store.inner.put(LEFT, b"left")
     report = ops.check(_reader(store))
     assert (report.garbage_objects, report.garbage_bytes, report.exit_code, report.proven) == (1, 4, 0, None)
-    assert not [key for operation, key in store.calls if operation == "read" and key.startswith(("parts/", "anchors/"))]
-    # channel, head three times, the record that it names and the next one, an epoch, 10 versions and a seal, 2
-    # announcements; listings of records, compactions, announcements and everything
+    assert not [
+        key
+        for operation, key in store.calls
+        if operation == "read" and key.startswith(("parts/", "anchors/"))
+    ]
+    # channel, head three times, the record that it names and the next one, an epoch, 10 versions and a seal,
+    # 2 announcements; listings of records, compactions, announcements and everything
     assert len(store.calls) == 1 + 3 + 2 + 1 + 11 + 2 + 4
 
 
@@ -602,7 +664,9 @@ def test_a_compaction_that_would_not_give_the_bits_is_not_stored(
         (1, 9, MissingVersionError),
     ],
 )
-def test_a_compaction_that_cannot_be(store: FaultyStore, base: int, version: int, error: type[DeltaSyncError]) -> None:
+def test_a_compaction_that_cannot_be(
+    store: FaultyStore, base: int, version: int, error: type[DeltaSyncError]
+) -> None:
     _gc(store, last=5)
     with pytest.raises(error, match=r"compaction"):
         ops.write_compaction(_reader(store), base, version)
@@ -638,7 +702,9 @@ def test_an_export_is_a_checkpoint_that_transformers_loads(
     config = (tmp_path / "config" / "config.json").read_bytes()
     put_file = Made.put_file
     monkeypatch.setattr(
-        Made, "put_file", lambda made, key, data: put_file(made, key, config if key.endswith("config.json") else data)
+        Made,
+        "put_file",
+        lambda made, key, data: put_file(made, key, config if key.endswith("config.json") else data),
     )
     filled(open_store(memory_url), states, anchors=(3,))
     reader = _reader(open_store(memory_url))
@@ -665,7 +731,9 @@ def test_what_could_run_code_is_not_exported(memory_url: str, tmp_path: Path) ->
     store = open_store(memory_url)
     channel, versions = filled(store, STATES[:2])
     weights = channel.store_anchor(STATES[1], 2)
-    more = [channel.put_file(f"{weights.directory}/{name}", b"x") for name in ("model.pkl", "tokenizer/vocab.txt")]
+    more = [
+        channel.put_file(f"{weights.directory}/{name}", b"x") for name in ("model.pkl", "tokenizer/vocab.txt")
+    ]
     weights = dataclasses.replace(weights, model_files=[*weights.model_files, *more])
     channel._compaction(None, versions[1], STATES[1], None, anchor=weights)
     ops.export(_reader(store), None, tmp_path / "out")
@@ -673,7 +741,9 @@ def test_what_could_run_code_is_not_exported(memory_url: str, tmp_path: Path) ->
     assert found == ["config.json", "model.safetensors", "tokenizer/vocab.txt"]
 
 
-@pytest.mark.parametrize("sizes", [(257 << 20,), (1,) * 1025, (1 << 60, 0)], ids=["too large", "too many", "2^60"])
+@pytest.mark.parametrize(
+    "sizes", [(257 << 20,), (1,) * 1025, (1 << 60, 0)], ids=["too large", "too many", "2^60"]
+)
 def test_more_than_files_beside_weights_have_is_refused_unread(
     memory_url: str, tmp_path: Path, sizes: tuple[int, ...]
 ) -> None:
@@ -701,7 +771,9 @@ def test_an_export_never_writes_over_anything(store: FaultyStore, tmp_path: Path
     for name in ("file", "full", "empty"):
         with pytest.raises(ConfigError, match="Nothing was written"):
             ops.export(_reader(store), 3, tmp_path / name)
-    assert (tmp_path / "full" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "years of work"
+    assert (
+        (tmp_path / "full" / "thesis.txt").read_text() == (tmp_path / "file").read_text() == "years of work"
+    )
 
 
 def test_an_export_that_fails_leaves_nothing(store: FaultyStore, tmp_path: Path) -> None:
@@ -752,12 +824,15 @@ CUTS = (
 @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize(
     ("newer", "key"),
-    [(newer, key) for newer in (False, True) for key in CUTS if not (newer and key == "channel")],  # is there then
+    # is there then
+    [(newer, key) for newer in (False, True) for key in CUTS if not (newer and key == "channel")],
 )
 def test_a_copy_that_is_cut_short_is_a_channel_or_none_and_goes_on(
     memory_url: str, key: str, after: bool, newer: bool
 ) -> None:
-    """If it was copied before, what lies between is forgotten since: the anchor's announcement must come first."""
+    """If it was copied before, what lies between is forgotten since: the anchor's announcement must come
+    first.
+    """
     source, target = open_store(memory_url), FaultyStore(open_store(f"{memory_url}-copy"))
     if newer:
         channel, versions = filled(source, STATES[:3])
@@ -878,7 +953,9 @@ def test_other_bytes_in_the_target_are_left_and_told(store: FaultyStore, memory_
     ],
     ids=["part altered", "record rewritten", "part missing", "record damaged"],
 )
-def test_damage_is_told_and_not_copied(store: FaultyStore, memory_url: str, harm: Callable[[Store], None]) -> None:
+def test_damage_is_told_and_not_copied(
+    store: FaultyStore, memory_url: str, harm: Callable[[Store], None]
+) -> None:
     harm(store)
     target = open_store(f"{memory_url}-copy")
     (problem,) = ops.copy(_reader(store), target).problems
@@ -908,8 +985,8 @@ def test_gc_as_a_command(url: str) -> None:
     options = ("--keep-last", 1, "--keep-step-every", 50)
     spared = _deltasync("gc", url, *options).stdout
     assert (
-        "kept          10 versions: 1-10; 1 of them are bases of others; 7 of them were needed less than 3600 s ago"
-        in spared
+        "kept          10 versions: 1-10; 1 of them are bases of others; 7 of them were needed less than "
+        "3600 s ago" in spared
     )
     assert "deleted       0 objects, 0 bytes" in spared and "not checked   16 objects" in spared
     options = (*options, "--grace", "0")
@@ -951,7 +1028,11 @@ def test_compaction_log_and_show_as_commands(url: str) -> None:
     rows = [json.loads(line) for line in _deltasync("log", url, "--json").stdout.splitlines()]
     assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == list(range(1, 11))
     assert [row["version"] for row in rows if row["kind"] == "announced"] == [5, 9]
-    assert [(row["base_version"], row["version"]) for row in rows if row["kind"] == "compaction"] == [(1, 6), (2, 6), (5, 9)]
+    assert [(row["base_version"], row["version"]) for row in rows if row["kind"] == "compaction"] == [
+        (1, 6),
+        (2, 6),
+        (5, 9),
+    ]
     reader = _reader(open_store(url))
     assert all(row["sha256"] == reader.numbered(row["version"]).sha256 for row in rows)
     shown = _deltasync("log", url).stdout
@@ -961,7 +1042,11 @@ def test_compaction_log_and_show_as_commands(url: str) -> None:
     assert _deltasync("log", url, 6).stdout.count("compaction   ") == 2
     document = json.loads(_deltasync("log", url, 6, "--json").stdout)
     assert document["document"]["base"]["version"] == 5 and document["sha256"] == reader.numbered(6).sha256
-    for what, said in ((stored.key, "of record"), (keys.slot(7, EPOCH), "next_epoch"), ("latest", "since version 9")):
+    for what, said in (
+        (stored.key, "of record"),
+        (keys.slot(7, EPOCH), "next_epoch"),
+        ("latest", "since version 9"),
+    ):
         assert said in _deltasync("log", url, what).stdout
     assert f"anchor           {_announcement(reader.store, 9)}" in _deltasync("log", url, 9).stdout
 
@@ -971,7 +1056,17 @@ def test_log_goes_on_past_a_damaged_record(url: str) -> None:
     _change(store, _key_of(store, 6), truncated)
     done = _deltasync("log", url, "--json")
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == [1, 2, 3, 4, 5, 7, 8, 9, 10]
+    assert [row["version"] for row in rows if row["kind"] in ("delta", "anchor")] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        7,
+        8,
+        9,
+        10,
+    ]
     assert "versions/0000000/0000000006" in done.stderr
 
 

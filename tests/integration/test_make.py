@@ -1,4 +1,6 @@
-"""The first command of each target of the Makefile starts: its help, one step, or the collection of its tests."""
+"""The first command of each target of the Makefile starts: its help, one step, or the collection of its
+tests.
+"""
 
 from __future__ import annotations
 
@@ -58,10 +60,13 @@ HERE = {
 def planned(target: str) -> str:
     """Return the commands of a target, without those that set an environment up."""
     ready = [
-        f"--old-file={name}" for name in ("setup", "services", "programs", *re.findall(r"\.venv[\w-]*/\.ready", target))
+        f"--old-file={name}"
+        for name in ("setup", "services", "programs", *re.findall(r"\.venv[\w-]*/\.ready", target))
     ]
     command = ["make", "--dry-run", "--no-print-directory", *ready, target]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, env=_environment()).stdout
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, env=_environment()
+    ).stdout
 
 
 def _environment(*folders: Path) -> dict[str, str]:
@@ -95,7 +100,9 @@ def test_the_first_command_starts(target: str) -> None:
     lines = planned(target).splitlines()
     (ours, *_) = [line for line in lines if f" {program.removeprefix('-m pytest ')}" in line]
     names_path = re.search(r'PYTHONPATH="([^"$]*)', ours)
-    folders = [] if names_path is None else [Path(folder) for folder in names_path[1].split(os.pathsep) if folder]
+    folders = (
+        [] if names_path is None else [Path(folder) for folder in names_path[1].split(os.pathsep) if folder]
+    )
     _started([sys.executable, *program.split(), *(words or "").split()], *folders)
 
 
@@ -129,14 +136,18 @@ def _link(names: Sequence[str], site: Path) -> None:
     """Make a folder of what these requirements install, and nothing else that is here."""
     site.mkdir()
     for found in _required(names):
-        for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+        for top in {
+            file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")
+        }:
             with contextlib.suppress(FileExistsError):  # folders that several share
                 (site / top).symlink_to(Path(str(found.locate_file(top))))
 
 
 def _installs(target: str) -> list[str]:
     """Return the requirements that the environment of a target is made of."""
-    environment = re.findall(rf"^{target}:.*?(\.venv[\w-]+/\.ready)", (ROOT / "Makefile").read_text(), re.MULTILINE)[0]
+    environment = re.findall(
+        rf"^{target}:.*?(\.venv[\w-]+/\.ready)", (ROOT / "Makefile").read_text(), re.MULTILINE
+    )[0]
     commands = subprocess.run(
         ["make", "--dry-run", "--always-make", "--no-print-directory", environment],
         cwd=ROOT, capture_output=True, text=True, check=True, env=_environment(),
@@ -153,8 +164,11 @@ def _installs(target: str) -> list[str]:
     return found
 
 
-@pytest.mark.parametrize(("target", "beside"), [("test-lowest", []), ("test-mlx", ["transformers"])])  # mlx-lm requires it
-def test_tests_are_collected_with_what_the_target_installs(target: str, beside: list[str], tmp_path: Path) -> None:
+# mlx-lm requires it
+@pytest.mark.parametrize(("target", "beside"), [("test-lowest", []), ("test-mlx", ["transformers"])])
+def test_tests_are_collected_with_what_the_target_installs(
+    target: str, beside: list[str], tmp_path: Path
+) -> None:
     _link([*_installs(target), *beside], tmp_path / "site")
     commands = [line for line in planned(target).replace("\\\n", " ").splitlines() if "bin/pytest" in line]
     assert commands

@@ -59,7 +59,9 @@ def assert_bits(model: Any, weights: Weights) -> None:
     held = arrays(model)
     assert held.keys() == weights.keys()
     for name, tensor in weights.items():
-        np.testing.assert_array_equal(bits(held[name]).view(np.int16), tensor.view(torch.int16).numpy(), err_msg=name)
+        np.testing.assert_array_equal(
+            bits(held[name]).view(np.int16), tensor.view(torch.int16).numpy(), err_msg=name
+        )
 
 
 def greedy(model: Any, count: int = 8) -> list[int]:
@@ -71,27 +73,41 @@ def test_bits_and_tokens_are_those_of_a_fresh_load_at_each_version(
     checkpoint: Path, memory_url: str, tmp_path: Path
 ) -> None:
     answers = []
-    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (model, trainer, following):
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (
+        model,
+        trainer,
+        following,
+    ):
         for version in range(1, 6):
             following.wait(version, PATIENCE_S)
             assert_bits(model, trainer.published[version])
             with following.hold() as held:
                 answers.append(greedy(model))
             assert held == version
-            assert answers[-1] == greedy(fresh(checkpoint, trainer.published[version], tmp_path / str(version)))
+            assert answers[-1] == greedy(
+                fresh(checkpoint, trainer.published[version], tmp_path / str(version))
+            )
             trainer.publish()
         assert following.status.commits[-1].changed > 0
     assert len({*map(tuple, answers)}) > 1, "no version changed an answer, which proves nothing"
     assert type(model) is type(load(checkpoint))
 
 
-def test_a_generation_takes_versions_between_its_tokens_and_each_step_is_of_one(checkpoint: Path, memory_url: str) -> None:
-    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (model, trainer, following):
+def test_a_generation_takes_versions_between_its_tokens_and_each_step_is_of_one(
+    checkpoint: Path, memory_url: str
+) -> None:
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (
+        model,
+        trainer,
+        following,
+    ):
         seen: list[tuple[int | None, Weights]] = []
         inner = type(model.model).__call__
 
         def look(self: Any, *arguments: Any, **options: Any) -> Any:
-            held = {own: torch.from_numpy(bits(each).view(np.int16).copy()) for own, each in arrays(model).items()}
+            held = {
+                own: torch.from_numpy(bits(each).view(np.int16).copy()) for own, each in arrays(model).items()
+            }
             seen.append((following.version, held))
             time.sleep(0.002)
             assert following.version == seen[-1][0]
@@ -101,7 +117,10 @@ def test_a_generation_takes_versions_between_its_tokens_and_each_step_is_of_one(
         try:
             ended = threading.Event()
             publishing = threading.Thread(
-                target=lambda: (*(following.wait(trainer.publish(), PATIENCE_S) for _ in range(4)), ended.set())
+                target=lambda: (
+                    *(following.wait(trainer.publish(), PATIENCE_S) for _ in range(4)),
+                    ended.set(),
+                )
             )
             publishing.start()
             while not ended.is_set():
@@ -116,8 +135,14 @@ def test_a_generation_takes_versions_between_its_tokens_and_each_step_is_of_one(
             assert torch.equal(held[own], tensor.view(torch.int16)), (version, own)
 
 
-def test_a_graph_is_of_the_version_that_it_was_built_at(checkpoint: Path, memory_url: str, tmp_path: Path) -> None:
-    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (model, trainer, following):
+def test_a_graph_is_of_the_version_that_it_was_built_at(
+    checkpoint: Path, memory_url: str, tmp_path: Path
+) -> None:
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (
+        model,
+        trainer,
+        following,
+    ):
         built = model(mx.array([PROMPT]))
         for _ in range(3):
             trainer.publish()
@@ -128,8 +153,14 @@ def test_a_graph_is_of_the_version_that_it_was_built_at(checkpoint: Path, memory
         assert bool(mx.array_equal(logits, expected)), version
 
 
-def test_arrays_that_somebody_wrote_are_no_version_until_the_next_sync(checkpoint: Path, memory_url: str) -> None:
-    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (model, trainer, following):
+def test_arrays_that_somebody_wrote_are_no_version_until_the_next_sync(
+    checkpoint: Path, memory_url: str
+) -> None:
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (
+        model,
+        trainer,
+        following,
+    ):
         model.lm_head.weight[3, 3] = 2.0  # in the same Python object
         mx.eval(model.parameters())
         assert following.sync() == 1
@@ -157,9 +188,17 @@ def adapted(model: Any, path: Path) -> None:
     ("change", "is_brought_back"), [(updated, True), (loaded, True), (quantized, False), (adapted, False)]
 )
 def test_nothing_is_computed_with_weights_that_somebody_replaced(
-    checkpoint: Path, memory_url: str, tmp_path: Path, change: Callable[[Any, Path], None], is_brought_back: bool
+    checkpoint: Path,
+    memory_url: str,
+    tmp_path: Path,
+    change: Callable[[Any, Path], None],
+    is_brought_back: bool,
 ) -> None:
-    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (model, trainer, following):
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (
+        model,
+        trainer,
+        following,
+    ):
         expected = greedy(model)
         change(model, tmp_path / "other.safetensors")
         for _ in range(2):
@@ -179,7 +218,11 @@ def test_nothing_is_computed_with_weights_that_somebody_replaced(
 
 
 def test_a_call_may_wait_until_the_weights_are_known(checkpoint: Path, memory_url: str) -> None:
-    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (model, trainer, following):
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (
+        model,
+        trainer,
+        following,
+    ):
         model.update({"lm_head": {"weight": mx.zeros((64, 32), dtype=mx.bfloat16)}})
         mx.eval(model.parameters())
         with following.hold(PATIENCE_S) as version:
@@ -190,7 +233,11 @@ def test_a_call_may_wait_until_the_weights_are_known(checkpoint: Path, memory_ur
 def test_arrays_that_are_not_computed_are_said_by_the_thread_that_cannot_compute_them(
     checkpoint: Path, memory_url: str
 ) -> None:
-    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (model, trainer, following):
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), poll_interval_s=0.02) as (
+        model,
+        trainer,
+        following,
+    ):
         model.lm_head.weight = mx.zeros((64, 32), dtype=mx.bfloat16) + 1
         wait_until(lambda: following.error)
         assert StageError.__name__ in (following.error or "") and "mx.eval" in (following.error or "")
@@ -225,8 +272,14 @@ def test_experts_that_mlx_lm_stacks(memory_url: str, tmp_path: Path) -> None:
         num_attention_heads=4, num_key_value_heads=2, head_dim=8, num_experts=4, num_experts_per_tok=2,
         decoder_sparse_step=1, mlp_only_layers=[], max_position_embeddings=512, tie_word_embeddings=False,
     )  # fmt: skip
-    checkpoint = save(Qwen3MoeForCausalLM(config).to(torch.bfloat16), tmp_path / "model", num_experts=4, rope_theta=10000.0)
-    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (model, trainer, following):
+    checkpoint = save(
+        Qwen3MoeForCausalLM(config).to(torch.bfloat16), tmp_path / "model", num_experts=4, rope_theta=10000.0
+    )
+    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (
+        model,
+        trainer,
+        following,
+    ):
         for _ in range(2):
             version = trainer.publish()
             assert following.sync() == version
@@ -284,9 +337,9 @@ def built(family: str, weights: Weights) -> Any:
         if own in weights:
             new = mx.array(weights[own].numpy())
         else:
-            new = (0.3 * mx.random.normal(array.shape, key=mx.random.key(len(weights) + hash(own) % 1000))).astype(
-                array.dtype
-            )
+            new = (
+                0.3 * mx.random.normal(array.shape, key=mx.random.key(len(weights) + hash(own) % 1000))
+            ).astype(array.dtype)
         model.load_weights([(own, new)], strict=False)
     mx.eval(model.parameters())
     return model
@@ -301,7 +354,9 @@ def logits(model: Any) -> Any:
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_tensor_that_is_published_alone_is_computed_with(family: str, memory_url: str) -> None:
     model = built(family, {})
-    weights = {own: torch.from_numpy(bits(each).copy()).view(torch.float32) for own, each in arrays(model).items()}
+    weights = {
+        own: torch.from_numpy(bits(each).copy()).view(torch.float32) for own, each in arrays(model).items()
+    }
     logits(model)  # before the first version, as a server warms up
     publisher = Publisher(memory_url, dtype="keep", retention=None)
     with publisher, follow(model, memory_url, background=False) as following:
@@ -442,9 +497,13 @@ def test_a_server_gives_each_version_s_tokens_and_no_older_prefixes(
             headers, reply = complete(server)
             assert headers["x-deltasync-versions"] == f"{version}..{version}"
             assert headers["x-deltasync-spans"] == f"[[[{version},8]]]"
-            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, "keys and values of an older version"
+            assert reply["usage"]["prompt_tokens_details"]["cached_tokens"] == 0, (
+                "keys and values of an older version"
+            )
             answers.append(tokens_of(reply))
-            assert answers[-1] == greedy(fresh(checkpoint, trainer.published[version], tmp_path / f"fresh{version}"))
+            assert answers[-1] == greedy(
+                fresh(checkpoint, trainer.published[version], tmp_path / f"fresh{version}")
+            )
             _, again = complete(server)
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0, "the prompt cache is off"
             assert tokens_of(again) == answers[-1]
@@ -460,11 +519,14 @@ def test_a_server_gives_each_version_s_tokens_and_no_older_prefixes(
         assert server.digest() == digests(trainer.published[11])
 
 
-def test_requests_over_commits_end_and_leave_no_cache(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
+def test_requests_over_commits_end_and_leave_no_cache(
+    checkpoint: Path, trainer: Trainer, tmp_path: Path
+) -> None:
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
         server.until(1)
         for options in ({}, {"seed": 7}):
-            for count in (1000, 4000, 16000):  # until a version comes before it ends, however fast this machine is
+            # until a version comes before it ends, however fast this machine is
+            for count in (1000, 4000, 16000):
                 begun = server.log.read_text().count("Prompt processing progress")
                 with ThreadPoolExecutor(1) as pool:
                     long = pool.submit(complete, server, max_tokens=count, logit_bias={"63": -100}, **options)
@@ -488,13 +550,17 @@ def test_requests_over_commits_end_and_leave_no_cache(checkpoint: Path, trainer:
             # The same beginning: what the long request left was of several versions.
             _, again = complete(server)
             assert again["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
-            assert tokens_of(again) == greedy(fresh(checkpoint, trainer.published[now], tmp_path / f"fresh{now}"))
+            assert tokens_of(again) == greedy(
+                fresh(checkpoint, trainer.published[now], tmp_path / f"fresh{now}")
+            )
 
 
 def test_a_demand_is_read_or_refused_and_held(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
     trainer.publish()
     found, expected = {}, {}
-    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log", DELTASYNC_POLL_INTERVAL_S="0.02") as server:
+    with serving(
+        checkpoint, f"file://{tmp_path}/channel", tmp_path / "log", DELTASYNC_POLL_INTERVAL_S="0.02"
+    ) as server:
         server.until(demands.SERVED)
         for name, demand in demands.READ.items():
             body = demand.data({"prompt": "w1", "max_tokens": 1})
@@ -502,7 +568,10 @@ def test_a_demand_is_read_or_refused_and_held(checkpoint: Path, trainer: Trainer
             found[name], reply = server.send(path, demand.all_headers(), body)
             expected[name] = demand.code
             if found[name] in (400, 409):
-                assert "deltasync-" in json.loads(reply)["error"] or "serves version 2" in json.loads(reply)["error"]
+                assert (
+                    "deltasync-" in json.loads(reply)["error"]
+                    or "serves version 2" in json.loads(reply)["error"]
+                )
         assert found == expected
 
         def ask(version: int, **options: Any) -> tuple[int, bytes]:
@@ -519,14 +588,18 @@ def test_a_demand_is_read_or_refused_and_held(checkpoint: Path, trainer: Trainer
 
         with ThreadPoolExecutor(1) as pool:
             wait_until(met_by_a_commit, told=server.log.read_text)
-            asked = pool.submit(ask, server.request("/deltasync/status")[2]["version"], max_tokens=10**6, stream=True)
+            asked = pool.submit(
+                ask, server.request("/deltasync/status")[2]["version"], max_tokens=10**6, stream=True
+            )
             while not asked.done():  # it ends by a commit alone
                 server.until(trainer.publish())
         code, reply = asked.result()
         assert (code, b"The version changed meanwhile." in reply, b"[DONE]" in reply) == (200, True, False)
 
 
-def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
+def test_a_server_serves_one_model_and_says_what_it_does_not(
+    checkpoint: Path, trainer: Trainer, tmp_path: Path
+) -> None:
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log") as server:
         server.until(1)
         asked = (
@@ -536,9 +609,13 @@ def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, t
             ("model", str(checkpoint), 200),
         )
         for name, value, code in asked:
-            assert server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1, name: value})[0] == code
+            assert (
+                server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1, name: value})[0] == code
+            )
         assert server.request("/health")[0] == 200
-    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log3", "--adapter-path", "adapter") as server:
+    with serving(
+        checkpoint, f"file://{tmp_path}/channel", tmp_path / "log3", "--adapter-path", "adapter"
+    ) as server:
         assert server.process.wait(http_server.START_S) == 1
         assert "takes no --adapter-path" in server.log.read_text()
     other = save(llama(tied=True), tmp_path / "other")
@@ -547,20 +624,28 @@ def test_a_server_serves_one_model_and_says_what_it_does_not(checkpoint: Path, t
         assert server.log.read_text().splitlines()[-1].startswith("deltasync: ")
 
 
-def test_a_draft_model_proposes_and_the_version_decides(checkpoint: Path, trainer: Trainer, tmp_path: Path) -> None:
+def test_a_draft_model_proposes_and_the_version_decides(
+    checkpoint: Path, trainer: Trainer, tmp_path: Path
+) -> None:
     options = "--draft-model", str(checkpoint), "--num-draft-tokens", "2"
     with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log", *options) as server:
         for version in (1, 2, 3):
             server.until(version)
             for _ in range(2):
-                expected = greedy(fresh(checkpoint, trainer.published[version], tmp_path / f"{time.monotonic()}"))
+                expected = greedy(
+                    fresh(checkpoint, trainer.published[version], tmp_path / f"{time.monotonic()}")
+                )
                 assert tokens_of(complete(server)[1]) == expected
             trainer.publish()
-        assert server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1, "draft_model": "b"})[0] == 404
+        assert (
+            server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1, "draft_model": "b"})[0] == 404
+        )
 
 
 def test_a_server_starts_before_the_first_version(checkpoint: Path, tmp_path: Path) -> None:
-    with serving(checkpoint, f"file://{tmp_path}/channel", tmp_path / "log", DELTASYNC_HTTP_TOKEN="secret") as server:
+    with serving(
+        checkpoint, f"file://{tmp_path}/channel", tmp_path / "log", DELTASYNC_HTTP_TOKEN="secret"
+    ) as server:
         code, _, reply = server.first_answer("/deltasync/ready")
         assert code == 503 and "no version" in reply["reason"]
         assert server.request("/v1/completions", {"prompt": "w1", "max_tokens": 1})[0] == 503

@@ -1,4 +1,6 @@
-"""A module that follows a channel in place: transformers' generate, wrapped and renamed modules, what is refused."""
+"""A module that follows a channel in place: transformers' generate, wrapped and renamed modules, what is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,9 @@ def batch(model: Any, ended: threading.Event) -> None:
     """The same by transformers' continuous batching, in a thread of its own, two requests at a time."""
     settings = ContinuousBatchingConfig(num_blocks=16, max_batch_tokens=32, use_async_batching=False)
     with model.continuous_batching_context_manager(
-        GenerationConfig(max_new_tokens=20, do_sample=False), continuous_batching_config=settings, warmup=False
+        GenerationConfig(max_new_tokens=20, do_sample=False),
+        continuous_batching_config=settings,
+        warmup=False,
     ) as manager:
         for _ in range(2):
             manager.add_request([1, 2, 3])
@@ -152,7 +156,9 @@ def test_every_forward_call_sees_one_version_while_weights_change_under_generati
     fresh = llama(tied, seed=2)
     fresh.load_state_dict(trainer.published[6], strict=not tied)
     prompt = {"max_new_tokens": 12, "do_sample": False}
-    assert torch.equal(model.generate(torch.tensor([[5, 6]]), **prompt), fresh.generate(torch.tensor([[5, 6]]), **prompt))
+    assert torch.equal(
+        model.generate(torch.tensor([[5, 6]]), **prompt), fresh.generate(torch.tensor([[5, 6]]), **prompt)
+    )
 
 
 def batched(manager: Any, prompts: list[list[int]]) -> list[list[int]]:
@@ -193,7 +199,9 @@ def test_continuous_batching_shares_no_prefix_of_another_version(memory_url: str
                     assert batched(manager, prompts) == expected, version
                     trainer.weights = {name: -tensor.flip(0) for name, tensor in trainer.weights.items()}
                     trainer.publish()
-                assert answers[0] != answers[1] != answers[2], "no version changed an answer, which proves nothing"
+                assert answers[0] != answers[1] != answers[2], (
+                    "no version changed an answer, which proves nothing"
+                )
             finally:
                 manager.stop(block=True)
         with follow(before, memory_url, background=False):
@@ -286,7 +294,15 @@ class Fused(torch.nn.Module):
 
 def test_renamed_fused_transposed_and_private_tensors(memory_url: str) -> None:
     source = torch.Generator().manual_seed(3)
-    shapes = {"q": (4, 8), "k": (4, 8), "v": (4, 8), "o.weight": (8, 8), "o.bias": (8,), "scale": (), "t": (5, 8)}
+    shapes = {
+        "q": (4, 8),
+        "k": (4, 8),
+        "v": (4, 8),
+        "o.weight": (8, 8),
+        "o.bias": (8,),
+        "scale": (),
+        "t": (5, 8),
+    }
     weights = {name: torch.randn(shape, generator=source) for name, shape in shapes.items()}
     module = Fused()
     names = {
@@ -311,7 +327,10 @@ def test_renamed_fused_transposed_and_private_tensors(memory_url: str) -> None:
             }
             assert_same_bits(found, weights)
             assert not held["scratch"].any() and not module.transposed.is_contiguous()
-            weights = {name: tensor + 1e-3 * torch.randn(tensor.shape, generator=source) for name, tensor in weights.items()}
+            weights = {
+                name: tensor + 1e-3 * torch.randn(tensor.shape, generator=source)
+                for name, tensor in weights.items()
+            }
 
 
 def test_the_base_of_an_adapter_and_what_torch_compile_wraps(memory_url: str) -> None:
@@ -454,7 +473,9 @@ def test_threads_that_call_without_a_pause_keep_no_version_away(memory_url: str,
             assert_same_bits(model.state_dict(), trainer.published[3])
 
 
-def test_a_long_hold_is_said_and_threads_inside_it_go_on(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_hold_is_said_and_threads_inside_it_go_on(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deltasync.serve.module._WAIT_S", 0.1)
     with followed(memory_url, poll_interval_s=0.02) as (model, trainer, following):
         with following.hold() as version:
@@ -567,7 +588,11 @@ def test_a_module_that_was_changed_is_refused_at_each_sync_and_computes_nothing(
             for _ in range(2):
                 with pytest.raises(ModelMismatchError):
                     following.sync()
-                assert following.version == 1 and following.status.state == "failed" and following.error is not None
+                assert (
+                    following.version == 1
+                    and following.status.state == "failed"
+                    and following.error is not None
+                )
                 assert "unknown state" in (following.not_ready or "")
                 with pytest.raises(ApplyError, match="unknown state"):
                     model(torch.tensor([[1, 2]]))
@@ -666,7 +691,9 @@ def test_each_tensor_that_is_published_alone_is_computed_with(memory_url: str, t
             fresh.load_state_dict(weights, strict=not tied)
             logits = model(tokens).logits
             assert torch.equal(logits, fresh(tokens).logits), name
-            assert before is None or not torch.equal(logits, before), f"{name} changes nothing, which proves nothing"
+            assert before is None or not torch.equal(logits, before), (
+                f"{name} changes nothing, which proves nothing"
+            )
             before = logits
 
 
@@ -688,7 +715,9 @@ def test_a_compiled_module_stays_compiled(memory_url: str, order: str) -> None:
 
     torch._dynamo.reset()
     model = Small().requires_grad_(False)
-    compiled = model if order == "in place" else torch.compile(model, backend=backend) if order != "after" else None
+    compiled = (
+        model if order == "in place" else torch.compile(model, backend=backend) if order != "after" else None
+    )
     if order == "in place":
         model.compile(backend=backend)
     with training(memory_url, model.state_dict()) as trainer:
@@ -700,7 +729,9 @@ def test_a_compiled_module_stays_compiled(memory_url: str, order: str) -> None:
                 runs.clear()
                 found = compiled(torch.ones(8, dtype=torch.bfloat16))
                 assert runs
-                expected = torch.nn.functional.linear(torch.ones(8, dtype=torch.bfloat16), model.inner.weight).relu()
+                expected = torch.nn.functional.linear(
+                    torch.ones(8, dtype=torch.bfloat16), model.inner.weight
+                ).relu()
                 torch.testing.assert_close(found, expected)
                 trainer.publish()
 

@@ -78,7 +78,9 @@ except ConfigError as error:
 """
 
 
-def test_a_channel_is_published_and_followed_and_all_but_what_is_for_linux_is_imported(tmp_path: Path) -> None:
+def test_a_channel_is_published_and_followed_and_all_but_what_is_for_linux_is_imported(
+    tmp_path: Path,
+) -> None:
     done = run(EVERYTHING, str(tmp_path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The node-local cache needs Linux or macOS")

@@ -1,6 +1,8 @@
-"""Both pages in narrow and wide windows, light and dark, with nothing, little and much to show: nothing is cut or overlaps.
+"""Both pages in narrow and wide windows, light and dark, with nothing, little and much to show: nothing is
+cut or overlaps.
 
-What is shown is made up; `test_dashboard_page.py` shows a real channel. One browser shows every case in a frame of its own.
+What is shown is made up; `test_dashboard_page.py` shows a real channel. One browser shows every case in a
+frame of its own.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ pytestmark = needs_browser
 WIDTHS = (390, 800, 1600)
 WINDOWS = [*(("light", width) for width in WIDTHS), ("dark", 390)]
 ELEMENTS, LAYERS, HEAT = 8_030_261_248, 40, 200
-ERROR = "parts/0000000042.000001-9f8e7d6c.0/000-00001.safetensors does not have the sha256 that it is named by."
+ERROR = (
+    "parts/0000000042.000001-9f8e7d6c.0/000-00001.safetensors does not have the sha256 that it is named by."
+)
 NOW_S = 1_763_800_000.0
 
 SCRIPT = Path(__file__).with_name("page_layout.js").read_text()
@@ -38,10 +42,13 @@ addEventListener("message", event => {
 
 
 def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
-    """`count` versions of a large model, the newest long after the one before the last; every third replica behind."""
+    """`count` versions of a large model, the newest long after the one before the last; every third replica
+    behind.
+    """
     newest = first + count - 1
     times_s = [
-        NOW_S - 5.2 * (newest - version) - (40_000 if version < newest - 1 else 0) for version in range(first, newest + 1)
+        NOW_S - 5.2 * (newest - version) - (40_000 if version < newest - 1 else 0)
+        for version in range(first, newest + 1)
     ]
     rows = []
     for version, time_s in zip(range(first, newest + 1), times_s, strict=True):
@@ -62,7 +69,9 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
                 delta_objects=1,
                 anchor_objects=4,
                 coalesced=1,
-                token_lag=None if changed is None or version % 50 == 7 else (version % 5 / 3, 2, 3 + version % 2),
+                token_lag=None
+                if changed is None or version % 50 == 7
+                else (version % 5 / 3, 2, 3 + version % 2),
             )
         )
     heat = {
@@ -103,7 +112,12 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
         forgotten=first - 1,
         compactions=[
             CompactionRow(
-                base_version=version, version=version + 10, created_s=NOW_S, changed=10**8, payload_bytes=10**9, objects=2
+                base_version=version,
+                version=version + 10,
+                created_s=NOW_S,
+                changed=10**8,
+                payload_bytes=10**9,
+                objects=2,
             )
             for version in range(first, newest - 9, 10)
         ],
@@ -171,9 +185,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         for scheme, width in WINDOWS:
             case = f"{name} {scheme} {width}"
             place = folder / f"{case}.html".replace(" ", "-")
-            own = document.replace("color-scheme: light dark", f"color-scheme: {scheme}").replace("NAME", json.dumps(case))
+            own = document.replace("color-scheme: light dark", f"color-scheme: {scheme}").replace(
+                "NAME", json.dumps(case)
+            )
             place.write_text(own)
-            frames += f'<iframe src="{place.name}" style="width: {width}px; height: 1000px; border: 0"></iframe>'
+            frames += (
+                f'<iframe src="{place.name}" style="width: {width}px; height: 1000px; border: 0"></iframe>'
+            )
     (folder / "all.html").write_text(f"{frames}<pre></pre>")
     dump = browse((folder / "all.html").as_uri(), folder / "profile", "--dump-dom", width=1700, time_ms=4000)
     told = re.search(r"<pre>(.*?)</pre>", dump, re.DOTALL)
@@ -211,7 +229,8 @@ def test_by_time_and_a_version_by_a_click(found: dict[str, Any], width: int) -> 
     seen = found[f"60 light {width}"]
     assert seen["times"] >= 2
     assert re.match(
-        r"Version 75 older close encoded [\d-]+ [\d:]+ step 300 digest b4000.* from version 74 changed ", seen["version"]
+        r"Version 75 older close encoded [\d-]+ [\d:]+ step 300 digest b4000.* from version 74 changed ",
+        seen["version"],
     )
     assert "Served by gpu-0 (serving), vllm-decode-7f9c6d5b8-x2x4z-3 (failed)" in seen["version"]
     assert re.search(r"model\.layers\.0 0\.1 % .*lm_head 3\.9 %$", seen["version"])
@@ -240,6 +259,9 @@ def test_labels_of_the_replica_s_versions_are_whole_and_in_their_places(tmp_path
     shown = browse(place.as_uri(), tmp_path / "profile", "--dump-dom")
     chart = re.search(r'<svg id="versions".*?</svg>', shown, re.DOTALL)
     assert chart is not None
-    ticks = {int(label): float(y) for y, label in re.findall(r'class="tick"[^>]* y="([\d.]+)"[^>]*>(\d+)<', chart[0])}
+    ticks = {
+        int(label): float(y)
+        for y, label in re.findall(r'class="tick"[^>]* y="([\d.]+)"[^>]*>(\d+)<', chart[0])
+    }
     assert ticks.keys() == {2, 5, 7}
     assert ticks[5] == pytest.approx(ticks[2] + (ticks[7] - ticks[2]) * 3 / 5)

@@ -42,7 +42,9 @@ class Terminal(io.StringIO):
         return True
 
 
-def commands(group: click.Group, context: click.Context, before: str = "") -> Iterator[tuple[str, click.Command]]:
+def commands(
+    group: click.Group, context: click.Context, before: str = ""
+) -> Iterator[tuple[str, click.Command]]:
     for name in group.list_commands(context):
         command = group.get_command(context, name)
         if isinstance(command, click.Group):
@@ -76,7 +78,9 @@ def test_each_command_shows_progress_or_has_a_reason_not_to() -> None:
 
 
 @pytest.mark.parametrize("name", SHOW)
-def test_progress(name: str, channel: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_progress(
+    name: str, channel: str, server: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("TERM", "xterm")
     said = []
     words_of, name = SHOW[name], name.split()[0]

@@ -12,10 +12,14 @@ from tests.integration.test_sharded import torchrun
 
 _MOST_MB = 40
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
-"""glibc gives freed pieces back. Otherwise it keeps up to 35 MB more, which vary with the load of the machine."""
+"""glibc gives freed pieces back. Otherwise it keeps up to 35 MB more, which vary with the load of the
+machine.
+"""
 
 pytestmark = [
-    pytest.mark.skipif(sys.platform != "linux", reason="the system does not say how much memory is anonymous"),
+    pytest.mark.skipif(
+        sys.platform != "linux", reason="the system does not say how much memory is anonymous"
+    ),
     pytest.mark.parametrize(
         ("size", "megabytes"),
         [(2, 256), *(pytest.param(size, 512, marks=pytest.mark.slow) for size in (2, 4, 8))],

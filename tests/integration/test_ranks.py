@@ -1,4 +1,6 @@
-"""Ranks that open a publisher, fail, come late and leave: `opening_ranks` is what they do, and asserts for itself."""
+"""Ranks that open a publisher, fail, come late and leave: `opening_ranks` is what they do, and asserts for
+itself.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_a_rank_that_ends_before_it_opens_its_publisher_is_named(tmp_path: Path,
     command = [sys.executable, script, how]
     leaving = subprocess.Popen([*command, "1"], env=shared, stderr=subprocess.DEVNULL)
     try:
-        said = subprocess.run([*command, "0"], env=shared, stdout=subprocess.PIPE, text=True, timeout=120, check=True).stdout
+        said = subprocess.run(
+            [*command, "0"], env=shared, stdout=subprocess.PIPE, text=True, timeout=120, check=True
+        ).stdout
         assert leaving.wait(60) == (1 if how == "raises" else 3)
     finally:
         leaving.kill()

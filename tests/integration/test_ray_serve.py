@@ -26,7 +26,9 @@ from tests.integration.vllm_server import save_model
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.vllm,
-    pytest.mark.skipif(shutil.which("haproxy") is None, reason="no HAProxy, which Ray needs to serve vLLM's own app"),
+    pytest.mark.skipif(
+        shutil.which("haproxy") is None, reason="no HAProxy, which Ray needs to serve vLLM's own app"
+    ),
 ]
 pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
 
@@ -97,7 +99,9 @@ class Served:
             text=True,
         )
         assert self._process.stdout is not None
-        assert any("SERVING" in line for line in self._process.stdout), (folder / "ray.log").read_text()[-4000:]
+        assert any("SERVING" in line for line in self._process.stdout), (folder / "ray.log").read_text()[
+            -4000:
+        ]
 
     def ask(self, path: str, body: dict[str, Any] | None = None) -> tuple[int, dict[str, str], str]:
         """Status, headers and body of an answer."""
@@ -112,7 +116,9 @@ class Served:
             return error.code, dict(error.headers), error.read().decode()
 
     def complete(self) -> tuple[int, dict[str, str], str]:
-        return self.ask("/v1/completions", {"model": "policy", "prompt": "1 2", "max_tokens": 4, "temperature": 0})
+        return self.ask(
+            "/v1/completions", {"model": "policy", "prompt": "1 2", "max_tokens": 4, "temperature": 0}
+        )
 
     def close(self) -> None:
         self._process.communicate(timeout=120)
@@ -141,7 +147,8 @@ def test_two_replicas_follow(served: Served, tmp_path: Path) -> None:
     states: dict[str, dict[str, Any]] = {}
     until = time.monotonic() + 60
     while time.monotonic() < until and not (
-        len(states) == 2 and all(state["version"] == version and state["sha256"] == digest for state in states.values())
+        len(states) == 2
+        and all(state["version"] == version and state["sha256"] == digest for state in states.values())
     ):
         state = json.loads(served.ask("/deltasync/status")[2])
         states[state["replica_id"]] = state

@@ -1,4 +1,6 @@
-"""A channel that starts from a model on the Hub: the real client of the Hub against a stand-in that serves one model."""
+"""A channel that starts from a model on the Hub: the real client of the Hub against a stand-in that serves
+one model.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,11 @@ class Hub(Answers):
             return 200, {"id": "some/model", "sha": COMMIT, "siblings": []}, {}
         digests = {name: hashlib.sha1(data).hexdigest() for name, data in FILES.items()}
         if path == f"/api/models/some/model/tree/{COMMIT}":
-            return 200, [{"type": "file", "path": p, "size": len(b), "oid": digests[p]} for p, b in FILES.items()], {}
+            return (
+                200,
+                [{"type": "file", "path": p, "size": len(b), "oid": digests[p]} for p, b in FILES.items()],
+                {},
+            )
         if (name := path.removeprefix(f"/some/model/resolve/{COMMIT}/")) not in FILES:
             return 404, b"", {"x-error-code": "RepoNotFound"}
         told = {"etag": f'"{digests[name]}"', "x-repo-commit": COMMIT}
@@ -85,7 +91,9 @@ def run(code: str, channel: str, home: Path, hub: Hub, **environ: str) -> subpro
         "HF_HOME": str(home),
     }
     command = [sys.executable, "-c", code, channel]
-    return subprocess.run(command, env=os.environ | settings | environ, capture_output=True, text=True, timeout=300)
+    return subprocess.run(
+        command, env=os.environ | settings | environ, capture_output=True, text=True, timeout=300
+    )
 
 
 def test_it_is_downloaded_once_and_then_needs_no_hub(tmp_path: Path, hub: Hub) -> None:
@@ -100,7 +108,8 @@ def test_it_is_downloaded_once_and_then_needs_no_hub(tmp_path: Path, hub: Hub) -
     bits[7] = -0x8000
     expected = f"2 {bits}\n"
     hub.asked.clear()
-    for environ in ({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):  # then nobody listens there
+    # then nobody listens there
+    for environ in ({}, {"HF_ENDPOINT": "http://127.0.0.1:9"}, {"HF_HUB_OFFLINE": "1"}):
         followed = run(FOLLOW, channel, tmp_path / "replica", hub, **environ)
         assert followed.stdout == expected, followed.stderr
     loaded = {line.rpartition("/")[2] for line in hub.asked if line.startswith("GET /some/model/resolve/")}

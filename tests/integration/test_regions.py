@@ -38,7 +38,9 @@ def source(s3_server: MotoServer, s3_bucket: str, proxy: FaultProxy) -> str:
     return s3_server.url(s3_bucket, endpoint=proxy.url)
 
 
-def test_the_long_line_carries_each_version_once(source: str, direct: str, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_the_long_line_carries_each_version_once(
+    source: str, direct: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
     near = f"file://{tmp_path}/near"
     proxy.strike(late(0.02), times=1 << 30)  # a long line: a busy machine may answer later than one at hand
     model = weights()
@@ -56,7 +58,11 @@ def test_the_long_line_carries_each_version_once(source: str, direct: str, proxy
                 stored = 0
             model = trained(model, seed + 1)
             publisher.publish(model).wait(60)
-            while (copied := relay.step()) is None or copied.version is None or copied.version.version < publisher.version:
+            while (
+                (copied := relay.step()) is None
+                or copied.version is None
+                or copied.version.version < publisher.version
+            ):
                 pass
             stored += copied.bytes
             syncs = [threading.Thread(target=replica.sync) for replica in replicas]
@@ -72,7 +78,9 @@ def test_the_long_line_carries_each_version_once(source: str, direct: str, proxy
     assert sum(exchange.bytes_down for exchange in crossed) < stored + VERSIONS * _ANSWER_BYTES
 
 
-def test_the_far_replica_outlives_its_relays_store(source: str, direct: str, proxy: FaultProxy, tmp_path: Path) -> None:
+def test_the_far_replica_outlives_its_relays_store(
+    source: str, direct: str, proxy: FaultProxy, tmp_path: Path
+) -> None:
     near = open_store(f"file://{tmp_path}/near")
     model = weights()
     with Publisher(f"file://{tmp_path}/channel") as publisher:

@@ -51,7 +51,9 @@ def test_every_version_arrives_by_one_record_and_its_parts(memory_url: str, chan
         assert copied.bytes == 2 * (stored.size + sum(file.bytes for file in stored.record.files))
     for each in (target, second):
         _assert_served(each, made)
-        assert {info.key: info.bytes for info in each.list("")} == {info.key: info.bytes for info in source.list("")}
+        assert {info.key: info.bytes for info in each.list("")} == {
+            info.key: info.bytes for info in source.list("")
+        }
         assert each.read(keys.HEAD, 1 << 12) == source.read(keys.HEAD, 1 << 12)
     assert relay.step() is None
 

@@ -1,4 +1,6 @@
-"""One bad byte at rest, in each kind of object: replicas get on by themselves, and `repair` makes good what can be."""
+"""One bad byte at rest, in each kind of object: replicas get on by themselves, and `repair` makes good what
+can be.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def _is_right(replica: Replica, number: int) -> bool:
 @pytest.mark.parametrize("place", [0.0, 0.5, 0.99])
 @pytest.mark.parametrize("what", OBJECTS)
 def test_replicas_are_right_again_by_the_next_anchor(memory_url: str, what: str, place: float) -> None:
-    """The byte is bad from the moment on that the object is stored; one replica follows closely, one from far behind."""
+    """The byte is bad from the moment on that the object is stored; one replica follows closely, one from far
+    behind.
+    """
     store = open_store(memory_url)
     channel, versions = filled(store, STATES[:2])
     running, behind = Replica(store), Replica(store)
@@ -146,7 +150,9 @@ def test_replicas_do_without_a_seal_and_its_epochs_document(memory_url: str) -> 
 
 @pytest.mark.parametrize("change", [flipped, halved, None], ids=["flipped", "short", "missing"])
 @pytest.mark.parametrize("what", OBJECTS)
-def test_bytes_are_put_back_from_a_copy(memory_url: str, tmp_path: Path, what: str, change: Callable | None) -> None:
+def test_bytes_are_put_back_from_a_copy(
+    memory_url: str, tmp_path: Path, what: str, change: Callable | None
+) -> None:
     store, copy = open_store(memory_url), open_store(f"file://{tmp_path}/copy")
     _fill(store)
     ops.copy(ChannelReader(store), copy)
@@ -159,7 +165,8 @@ def test_bytes_are_put_back_from_a_copy(memory_url: str, tmp_path: Path, what: s
     assert found.exit_code == 0
     if change is None and what in ("head", "a record", "a compaction", "an announcement"):
         assert not found.objects  # nobody needs it; a compaction leads to version 6
-    elif not (change is flipped and what == "an announcement"):  # it then names another file, as far as anybody knows
+    elif not (change is flipped and what == "an announcement"):
+        # it then names another file, as far as anybody knows
         assert [done.outcome for done in found.objects] == ["bypassed" if what == "head" else "put back"]
         assert {info.key: store.read(info.key, 1 << 30) for info in store.list("")} == whole
     assert _is_right(Replica(store), 8)
@@ -200,7 +207,8 @@ def test_without_a_copy_what_can_be_done_is_done(memory_url: str, what: str) -> 
     damaged = store.read(OBJECTS[what], 1 << 30)
     found = _repair(store)
     (done,) = found.objects
-    assert done.key == OBJECTS[what] or what == "an announcement"  # which names another file now, as far as anybody knows
+    # which names another file now, as far as anybody knows
+    assert done.key == OBJECTS[what] or what == "an announcement"
     assert done.outcome == OUTCOMES.get(what, "not needed"), done.how
     touched = {key for key, data in before.items() if store.read(key, 1 << 30) != data}
     assert touched <= {OBJECTS[what]} and (what == "head" or store.read(OBJECTS[what], 1 << 30) == damaged)
@@ -323,7 +331,9 @@ def test_repair_as_a_command(tmp_path: Path) -> None:
 
 
 def _rotted(data: bytes) -> bytes:
-    """One digit of the model's fingerprint is another one: the record is whole, and promises bits that it does not give."""
+    """One digit of the model's fingerprint is another one: the record is whole, and promises bits that it
+    does not give.
+    """
     at = data.rindex(b'"fingerprint":"') + 15
     return data[:at] + (b"1" if data[at : at + 1] == b"0" else b"0") + data[at + 1 :]
 

@@ -202,7 +202,9 @@ def test_requests_that_begin_alike_go_to_one_replica(router: Router, replicas: d
     for chat in chats:
         found = {router.open("/v1/chat/completions", chat).headers["x-deltasync-replica"] for _ in range(3)}
         assert len(found) == 1
-    sessions = [{complete(router, prompt, x_session_id=f"{number}") for prompt in prompts[:5]} for number in range(9)]
+    sessions = [
+        {complete(router, prompt, x_session_id=f"{number}") for prompt in prompts[:5]} for number in range(9)
+    ]
     assert all(len(session) == 1 for session in sessions)
     assert len(set().union(*sessions)) > 1
 
@@ -222,7 +224,9 @@ def test_no_replica_gets_much_more_than_its_share(router: Router, replicas: dict
         replies = []
         for number in range(60):
             replies.append(pool.submit(complete, router))
-            wait_until(lambda wanted=number + 1: sum(len(replica.seen) for replica in replicas.values()) == wanted)
+            wait_until(
+                lambda wanted=number + 1: sum(len(replica.seen) for replica in replicas.values()) == wanted
+            )
         counts = [len(replica.seen) for replica in replicas.values()]
         for replica in replicas.values():
             replica.hold.set()
@@ -250,7 +254,9 @@ def test_one_version_and_the_latest(router: Router, replicas: dict[str, Replica]
     prompts = [f"prompt {number}" for number in range(20)]
     for version, name in (("4", "three"), ("5", "two"), (">=latest", "two")):
         assert {complete(router, prompt, x_deltasync_version=version) for prompt in prompts} == {(200, name)}
-    assert replicas["two"].seen[-1][0]["x-deltasync-version"] == ">=latest", "the replica holds its reply to it"
+    assert replicas["two"].seen[-1][0]["x-deltasync-version"] == ">=latest", (
+        "the replica holds its reply to it"
+    )
 
 
 def test_a_version_that_nobody_has_in_time(replicas: dict[str, Replica], tmp_path: Path) -> None:
@@ -345,7 +351,11 @@ def test_the_command(replicas: dict[str, Replica], tmp_path: Path) -> None:
     urls = [f"http://127.0.0.1:{replica.server_port}" for replica in replicas.values()]
     port = free_port()
     command = [sys.executable, ROOT / "deploy" / "router.py", *urls, "--port", str(port)]
-    env = os.environ | {"REPLICA_TOKEN": "replica's", "ROUTER_WAIT_S": "60", "ROUTER_REPLICAS": "of another router:1"}
+    env = os.environ | {
+        "REPLICA_TOKEN": "replica's",
+        "ROUTER_WAIT_S": "60",
+        "ROUTER_REPLICAS": "of another router:1",
+    }
     router = Router(port, None)
     with Child("The router", command, env, tmp_path / "log") as child:
         child.wait_until(lambda: get_json(f"{router.url}/v1/models"), PATIENCE_S, "to start")
@@ -368,7 +378,13 @@ def test_the_files_of_the_command(tmp_path: Path) -> None:
         "    server 10.0.0.5 10.0.0.5:80",
     ]
     assert (tmp_path / "replicas.lua").is_file()
-    for wrong in (["10.0.0.5:80"], ["https://"], ["http://host:x"], ["http://a/v1"], ["http://a", "http://a"]):
+    for wrong in (
+        ["10.0.0.5:80"],
+        ["https://"],
+        ["http://host:x"],
+        ["http://a/v1"],
+        ["http://a", "http://a"],
+    ):
         with pytest.raises(ConfigError):
             servers(wrong)
 
@@ -389,7 +405,9 @@ class Names:
             question = query[12 : query.index(b"\0", 12) + 5]
             addresses = self.addresses if question[-4:-2] == b"\0\1" else []  # of IPv6 there are none
             header = query[:2] + struct.pack(">5H", 0x8180, 1, len(addresses), 0, 0)
-            answers = [struct.pack(">HHHIH", 0xC00C, 1, 1, 1, 4) + socket.inet_aton(address) for address in addresses]
+            answers = [
+                struct.pack(">HHHIH", 0xC00C, 1, 1, 1, 4) + socket.inet_aton(address) for address in addresses
+            ]
             self._socket.sendto(header + question + b"".join(answers), client)
 
 
@@ -427,7 +445,9 @@ def test_a_real_vllm(tmp_path: Path) -> None:
         version = server.publish()
         server.assert_serves(version)
         port = int(server.url.rpartition(":")[2])
-        with routing(tmp_path, {"one": port}, "router's", REPLICA_TOKEN="replica's", ROUTER_WAIT_S="60") as router:
+        with routing(
+            tmp_path, {"one": port}, "router's", REPLICA_TOKEN="replica's", ROUTER_WAIT_S="60"
+        ) as router:
             router.wait_for_versions(one=version)
             assert router.json("/v1/models")["data"][0]["id"] == str(checkpoint)
             body = {"model": str(checkpoint), "prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True}

@@ -1,4 +1,6 @@
-"""A channel's life on services that others wrote: versions, a follower, writers that succeed each other, and every end."""
+"""A channel's life on services that others wrote: versions, a follower, writers that succeed each other, and
+every end.
+"""
 
 from __future__ import annotations
 

@@ -26,7 +26,14 @@ from demo.processes import Child
 from demo.run import free_port
 from tests import sglang_server
 from tests.integration.layouts import CASES
-from tests.integration.vllm_server import PATIENCE_S, Server, digests, one_thread, save_model, tells_of_wrong_bits
+from tests.integration.vllm_server import (
+    PATIENCE_S,
+    Server,
+    digests,
+    one_thread,
+    save_model,
+    tells_of_wrong_bits,
+)
 
 pytestmark = pytest.mark.skipif(sglang_server.missing() is not None, reason=str(sglang_server.missing()))
 
@@ -37,7 +44,9 @@ START_S = 2 * PATIENCE_S
 
 
 @contextlib.contextmanager
-def serving(checkpoint: Path, channel: str | None, *arguments: str, **environ: str) -> Iterator[tuple[Server, Child]]:
+def serving(
+    checkpoint: Path, channel: str | None, *arguments: str, **environ: str
+) -> Iterator[tuple[Server, Child]]:
     """A server, once it answers; without a channel it follows nothing."""
     port = free_port()
     weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
@@ -50,7 +59,9 @@ def serving(checkpoint: Path, channel: str | None, *arguments: str, **environ: s
             server.publisher.close()
 
 
-def generate(server: Server, token_count: int = 12, prompt: list[int] = PROMPT, **fields: Any) -> dict[str, Any]:
+def generate(
+    server: Server, token_count: int = 12, prompt: list[int] = PROMPT, **fields: Any
+) -> dict[str, Any]:
     sampling = {"max_new_tokens": token_count, "temperature": 0, "ignore_eos": True}
     body = {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, **fields}
     reply: dict[str, Any] = server.json("/generate", body)
@@ -71,7 +82,9 @@ def made(reply: Mapping[str, Any]) -> tuple[list[int], list[float]]:
 
 
 def versions(reply: Mapping[str, Any]) -> list[tuple[int, int, int]]:
-    return [(int(span["version"]), span["start"], span["end"]) for span in reply["meta_info"]["weight_versions"]]
+    return [
+        (int(span["version"]), span["start"], span["end"]) for span in reply["meta_info"]["weight_versions"]
+    ]
 
 
 def save_version(checkpoint: Path, server: Server, folder: Path) -> Path:
@@ -91,13 +104,18 @@ def checksums(server: Server) -> list[dict[str, str]]:
 
 
 def logprobs_over(checkpoint: Path, by_version: Mapping[int, Path], reply: Mapping[str, Any]) -> list[float]:
-    """The log probabilities of a reply's tokens where keys stay and weights change as its spans say, by transformers."""
+    """The log probabilities of a reply's tokens where keys stay and weights change as its spans say, by
+    transformers.
+    """
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.float32)
     tokens, found, cache = reply["output_ids"], [], None
     fed = torch.tensor([PROMPT])
     with torch.no_grad():
         for version, start, end in versions(reply):
-            state = {name: each.float() for name, each in load_file(by_version[version] / "model.safetensors").items()}
+            state = {
+                name: each.float()
+                for name, each in load_file(by_version[version] / "model.safetensors").items()
+            }
             model.load_state_dict(state)
             for at in range(start, end):
                 out = model(input_ids=fed, past_key_values=cache, use_cache=True)
@@ -210,7 +228,9 @@ def test_other_updates_of_weights_are_refused(checkpoint: Path, server: Server) 
         ("/weights_checker", {"action": "reset_tensors"}),
     ):
         assert "this server follows it" in refused(server, path, body)[1]
-    assert refused(server, "/load_lora_adapter", {"lora_name": "other", "lora_path": str(checkpoint)})[0] == 400
+    assert (
+        refused(server, "/load_lora_adapter", {"lora_name": "other", "lora_path": str(checkpoint)})[0] == 400
+    )
     served = server.status()["version"]
     before = made(generate(server))
     server.open("/flush_cache", {}).close()
@@ -251,14 +271,23 @@ def test_released_weights_are_left_alone_and_audited_before_the_next_token(serve
 
 def test_a_request_is_made_by_the_version_that_it_demands(server: Server) -> None:
     live = server.status()["version"]
-    assert {version for version, _, _ in versions(generate(server, **{"x-deltasync-version": str(live)}))} == {live}
+    assert {
+        version for version, _, _ in versions(generate(server, **{"x-deltasync-version": str(live)}))
+    } == {live}
     for stream in (False, True):
-        body = {"input_ids": PROMPT, "stream": stream, "x-deltasync-version": live + 5, "x-deltasync-timeout": 0.2}
+        body = {
+            "input_ids": PROMPT,
+            "stream": stream,
+            "x-deltasync-version": live + 5,
+            "x-deltasync-timeout": 0.2,
+        }
         code, text = refused(server, "/generate", body)
         assert code == 409 and f"this server serves version {live}" in text
     server.step()
     newest = server.publish()
-    (found,) = {version for version, _, _ in versions(generate(server, **{"x-deltasync-version": ">=latest"}))}
+    (found,) = {
+        version for version, _, _ in versions(generate(server, **{"x-deltasync-version": ">=latest"}))
+    }
     assert found == newest
     code, _ = refused(server, "/generate", {"input_ids": PROMPT, "x-deltasync-version": live})
     assert code == 409
@@ -288,7 +317,19 @@ def test_pins(server: Server) -> None:
 LAID_OUT = "deepseek_v2", "deepseek_v3_lora", "llama", "qwen3_moe", "gemma3"
 """Architectures of which each tensor changes alone; with those after them in `make test-sglang`."""
 MORE = (
-    *("mixtral", "qwen2_moe", "phi3", "phi", "opt", "cohere", "qwen2", "olmo2", "granite", "stablelm", "starcoder2"),
+    *(
+        "mixtral",
+        "qwen2_moe",
+        "phi3",
+        "phi",
+        "opt",
+        "cohere",
+        "qwen2",
+        "olmo2",
+        "granite",
+        "stablelm",
+        "starcoder2",
+    ),
     *("gptj", "arcee", "qwen3", "glm4"),
 )
 
@@ -296,19 +337,30 @@ MORE = (
 @pytest.fixture(scope="module")
 def laid_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """What `sglang_layouts` says, in SGLang's environment."""
-    folder, cases = tmp_path_factory.mktemp("layouts"), [*LAID_OUT, *(MORE if "LONG_TESTS" in os.environ else ())]
+    folder, cases = (
+        tmp_path_factory.mktemp("layouts"),
+        [*LAID_OUT, *(MORE if "LONG_TESTS" in os.environ else ())],
+    )
     for name in cases:
         save_model(folder / name, CASES[name].config, **CASES[name].fields)
     command = [sglang_server.PYTHON, "-W", "ignore", "-m", "tests.integration.sglang_layouts", folder, *cases]
     environ = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=4 * START_S, check=False)
-    lines = [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    done = subprocess.run(
+        command, env=environ, capture_output=True, text=True, timeout=4 * START_S, check=False
+    )
+    lines = [
+        json.loads(line.removeprefix("TOLD "))
+        for line in done.stdout.splitlines()
+        if line.startswith("TOLD ")
+    ]
     assert [line["case"] for line in lines] == cases, done.stdout[-2000:] + done.stderr[-4000:]
     return {line["case"]: line for line in lines}
 
 
 @pytest.mark.parametrize("case", [*LAID_OUT, *(pytest.param(each, marks=pytest.mark.slow) for each in MORE)])
-def test_each_tensor_alone_leads_where_a_fresh_load_does(case: str, laid_out: dict[str, dict[str, Any]]) -> None:
+def test_each_tensor_alone_leads_where_a_fresh_load_does(
+    case: str, laid_out: dict[str, dict[str, Any]]
+) -> None:
     found = laid_out[case]
     assert (found["first"]["version"], found["second"]["version"]) == (1, 2)
     assert found["touched"] == found["differences"] == []
@@ -328,7 +380,9 @@ def save_latent(folder: Path) -> Path:
 def test_ten_versions_compute_as_sglang_computes_with_their_checkpoints(
     save: Callable[[Path], Path], tmp_path: Path
 ) -> None:
-    """Tokens, log probabilities and SGLang's own checksums equal those of a server that loads each version from a disk."""
+    """Tokens, log probabilities and SGLang's own checksums equal those of a server that loads each version
+    from a disk.
+    """
     checkpoint = save(tmp_path)
     replies, sums, saved = [], [], []
     with serving(checkpoint, f"file://{tmp_path}/channel") as (server, _):
@@ -404,10 +458,19 @@ def test_grpo_rolls_out_on_a_server_that_serves_each_step(tmp_path: Path) -> Non
     options = ["--max_steps", "3", "--max_completion_length", "16", "--output_dir", str(tmp_path / "out")]
     options += ["--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false", "--save_strategy", "no"]
     with serving(checkpoint, channel) as (server, _):
-        command = [sys.executable, root / "examples" / "grpo_sglang.py", "--model", checkpoint, "--channel", channel]
+        command = [
+            sys.executable,
+            root / "examples" / "grpo_sglang.py",
+            "--model",
+            checkpoint,
+            "--channel",
+            channel,
+        ]
         command += ["--server", server.url, *options]
         environ = {**os.environ, "PYTHONPATH": str(root), "TRL_EXPERIMENTAL_SILENCE": "1"}
-        done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=START_S, check=False)
+        done = subprocess.run(
+            command, env=environ, capture_output=True, text=True, timeout=START_S, check=False
+        )
         assert done.returncode == 0, done.stderr[-3000:]
         status = server.wait(lambda status: status["version"] == 4)
     made_by = re.findall(r"step=(\d+) tokens_by_version=\{'(\d+)': \d+\}", done.stdout)
@@ -466,7 +529,9 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
 @pytest.mark.slow
 def test_a_server_with_such_an_option_ends_with_the_sentence(checkpoint: Path, tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with sglang_server.start(checkpoint, f"file://{tmp_path}", free_port(), log, "--enable-hierarchical-cache") as child:
+    with sglang_server.start(
+        checkpoint, f"file://{tmp_path}", free_port(), log, "--enable-hierarchical-cache"
+    ) as child:
         assert child.wait(START_S) != 0
     sentence = "--enable-hierarchical-cache True hands prompts keys that other weights computed"
     assert sentence in log.read_text()

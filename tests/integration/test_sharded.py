@@ -1,4 +1,6 @@
-"""Real sharded trainers, 2 and 4 ranks of gloo on CPU: `sharded_ranks` is what they do, here is what they must leave."""
+"""Real sharded trainers, 2 and 4 ranks of gloo on CPU: `sharded_ranks` is what they do, here is what they
+must leave.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,27 @@ def environment() -> dict[str, str]:
 
 
 def torchrun(
-    size: int, folder: Path, *more: str, script: str = "sharded_ranks.py", timeout_s: float = 300, **environ: str
+    size: int,
+    folder: Path,
+    *more: str,
+    script: str = "sharded_ranks.py",
+    timeout_s: float = 300,
+    **environ: str,
 ) -> None:
     path = str(ROOT / "tests/integration" / script)
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}", path, str(folder), *more]
+    command = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={size}",
+        path,
+        str(folder),
+        *more,
+    ]
     environ = environment() | environ
-    done = subprocess.run([sys.executable, *command], env=environ, capture_output=True, text=True, timeout=timeout_s)
+    done = subprocess.run(
+        [sys.executable, *command], env=environ, capture_output=True, text=True, timeout=timeout_s
+    )
     assert done.returncode == 0, done.stderr[-5000:]
 
 
@@ -62,7 +79,10 @@ def ranks(request: pytest.FixtureRequest) -> tuple[int, Path]:
 def told(folder: Path, size: int) -> Told:
     """What each rank was told, the same on all, their own messages aside."""
     found = [json.loads((folder / f"told.{rank}.json").read_text()) for rank in range(size)]
-    without = [[{name: value for name, value in row.items() if name != "moved_bytes"} for row in rows] for rows in found]
+    without = [
+        [{name: value for name, value in row.items() if name != "moved_bytes"} for row in rows]
+        for rows in found
+    ]
     assert all(rows == without[0] for rows in without)
     return found[0]
 
@@ -103,7 +123,9 @@ def prove(folder: Path, size: int) -> Told:
 
 
 @pytest.mark.parametrize("codec", ["packed", "context", "raw"])
-def test_shards_give_the_bits_that_an_unsharded_publish_gives(ranks: tuple[int, Path], codec: str, memory_url: str) -> None:
+def test_shards_give_the_bits_that_an_unsharded_publish_gives(
+    ranks: tuple[int, Path], codec: str, memory_url: str
+) -> None:
     size, folder = ranks[0], ranks[1] / f"train-{codec}"
     rows = prove(folder, size)
     if codec == "raw":
@@ -112,7 +134,11 @@ def test_shards_give_the_bits_that_an_unsharded_publish_gives(ranks: tuple[int, 
     with Publisher(memory_url, codec=codec) as publisher:
         for (version, state), row in zip(states.items(), rows, strict=True):
             receipt = publisher.publish(state.items()).wait(60)
-            assert (receipt.version, receipt.changed, receipt.total) == (version, row["changed"], row["total"])
+            assert (receipt.version, receipt.changed, receipt.total) == (
+                version,
+                row["changed"],
+                row["total"],
+            )
             found = ChannelReader(publisher.store).numbered(version).record
             assert found.fingerprint == documents[version].fingerprint
     assert [document.kind for document in documents.values()] == ["anchor"] + ["delta"] * 4
@@ -121,7 +147,9 @@ def test_shards_give_the_bits_that_an_unsharded_publish_gives(ranks: tuple[int, 
     delta = documents[2].delta
     assert delta is not None
     assert delta.codec == codec
-    assert [file.key.rpartition("/")[2] for file in delta.parts] == [f"{rank:03d}-00001.safetensors" for rank in range(size)]
+    assert [file.key.rpartition("/")[2] for file in delta.parts] == [
+        f"{rank:03d}-00001.safetensors" for rank in range(size)
+    ]
     assert rows[1]["payload_bytes"] == sum(file.bytes for file in delta.parts)
     assert documents[3].delta is not None and documents[3].delta.parts == []
     ((version, document),) = anchors(folder).items()
@@ -150,7 +178,16 @@ def test_a_rank_that_fails_takes_all_along_and_the_next_version_is_an_anchor(ran
     size, folder = ranks[0], ranks[1] / "failures"
     rows = prove(folder, size)
     assert [row["version"] for row in rows] == [1, 2, 3, 3, 4, 4, 5, 6]
-    assert [row["kind"] for row in rows] == ["anchor", "delta", "delta", "anchor", "delta", "anchor", "delta", "delta"]
+    assert [row["kind"] for row in rows] == [
+        "anchor",
+        "delta",
+        "delta",
+        "anchor",
+        "delta",
+        "anchor",
+        "delta",
+        "delta",
+    ]
     assert sorted(records(folder)) == [1, 2, 3, 4, 5, 6]
 
 
@@ -167,7 +204,12 @@ def test_a_rank_that_dies_leaves_no_version_and_hangs_nobody(tmp_path: Path) -> 
         assert dying.wait(60) == 9
     finally:
         dying.kill()
-    assert survivor.splitlines() == ["lost version 2", "no publish without rank 1", "still no publish", "closed"]
+    assert survivor.splitlines() == [
+        "lost version 2",
+        "no publish without rank 1",
+        "still no publish",
+        "closed",
+    ]
     assert_holds(f"file://{folder}", {"w": torch.zeros(1000, dtype=torch.bfloat16)}, 1)
 
 
@@ -186,17 +228,29 @@ def test_the_first_version_may_be_a_checkpoint_that_all_ranks_read(ranks: tuple[
     assert [(row["version"], row["kind"]) for row in rows] == [(2, "delta"), (2, "anchor"), (3, "delta")]
     assert records(folder)[1].reference is not None
     rows = prove(ranks[1] / "free-same", size)
-    assert [(row["version"], row["kind"], row["anchor_bytes"]) for row in rows] == [(1, "anchor", 0), (2, "delta", 0)]
+    assert [(row["version"], row["kind"], row["anchor_bytes"]) for row in rows] == [
+        (1, "anchor", 0),
+        (2, "delta", 0),
+    ]
     assert records(ranks[1] / "free-same")[1].reference.tied == {"head.weight": "embed.weight"}  # type: ignore[union-attr]
 
 
-def test_ranks_that_resume_with_another_adapter_config_publish_full_weights_with_it(ranks: tuple[int, Path]) -> None:
+def test_ranks_that_resume_with_another_adapter_config_publish_full_weights_with_it(
+    ranks: tuple[int, Path],
+) -> None:
     size, folder = ranks[0], ranks[1] / "adapter"
     rows = prove(folder, size)
-    assert [(row["version"], row["kind"]) for row in rows] == [(1, "anchor"), (2, "delta"), (3, "anchor"), (4, "delta")]
+    assert [(row["version"], row["kind"]) for row in rows] == [
+        (1, "anchor"),
+        (2, "delta"),
+        (3, "anchor"),
+        (4, "delta"),
+    ]
     anchor = records(folder)[3].anchor
     assert anchor is not None
-    assert (folder / "channel" / anchor.directory / "adapter_config.json").read_bytes() == b'{"lora_alpha": 2}'
+    assert (
+        folder / "channel" / anchor.directory / "adapter_config.json"
+    ).read_bytes() == b'{"lora_alpha": 2}'
 
 
 def test_messages_between_ranks_are_kilobytes(ranks: tuple[int, Path]) -> None:
@@ -212,7 +266,9 @@ def compactions(folder: Path) -> dict[tuple[int, int], Record]:
     return {(span.base, span.version): reader.stored(info.key).record for span, info in reader.compactions()}
 
 
-def test_each_rank_makes_its_parts_of_compactions_and_a_failing_one_costs_no_version(ranks: tuple[int, Path]) -> None:
+def test_each_rank_makes_its_parts_of_compactions_and_a_failing_one_costs_no_version(
+    ranks: tuple[int, Path],
+) -> None:
     size, folder = ranks[0], ranks[1] / "compacted"
     prove(folder, size)
     found = compactions(folder)
@@ -233,7 +289,9 @@ def test_ranks_write_compactions_and_anchors_that_the_deltas_pay_for(ranks: tupl
     assert beside and min(beside) > 60  # once half of all did
     stored = sum(path.stat().st_size for path in folder.rglob("channel/**/*") if path.is_file())
     deltas = sum(row.stat().st_size for row in folder.glob("channel/versions/*/*"))
-    deltas += sum(row.stat().st_size for row in folder.glob("channel/parts/*/*") if "compaction-" not in row.name)
+    deltas += sum(
+        row.stat().st_size for row in folder.glob("channel/parts/*/*") if "compaction-" not in row.name
+    )
     assert stored < 1.4 * deltas
 
 

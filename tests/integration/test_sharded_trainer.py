@@ -1,4 +1,6 @@
-"""A transformers Trainer on two processes, as `trainer_ranks` runs it: DDP, FSDP2, with activation checkpointing, ZeRO-3."""
+"""A transformers Trainer on two processes, as `trainer_ranks` runs it: DDP, FSDP2, with activation
+checkpointing, ZeRO-3.
+"""
 
 from __future__ import annotations
 

@@ -93,7 +93,9 @@ class TestReader:
         assert failures >= 3
 
 
-def test_the_workers_of_a_server_download_once(inner: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workers_of_a_server_download_once(
+    inner: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(FaultyStore, "url", "s3://bucket/run")
     monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setattr(engine, "open_failover", lambda url: inner)

@@ -1,4 +1,6 @@
-"""The Spaces: their files lint and agree, and their entrypoints start what the image would, with the image's command."""
+"""The Spaces: their files lint and agree, and their entrypoints start what the image would, with the image's
+command.
+"""
 
 from __future__ import annotations
 
@@ -65,14 +67,21 @@ def test_files_of_a_space_lint_and_agree(name: str) -> None:
 
 @pytest.mark.parametrize("missing", ["DELTASYNC_CHANNEL", "MODEL", "DELTASYNC_HTTP_TOKEN"])
 def test_replica_says_what_is_not_set(missing: str) -> None:
-    given = {"DELTASYNC_CHANNEL": "file:///nowhere", "MODEL": "a/model", "DELTASYNC_HTTP_TOKEN": TOKEN, missing: ""}
+    given = {
+        "DELTASYNC_CHANNEL": "file:///nowhere",
+        "MODEL": "a/model",
+        "DELTASYNC_HTTP_TOKEN": TOKEN,
+        missing: "",
+    }
     done = subprocess.run(command("vllm"), env=environ(**given), capture_output=True, text=True, timeout=60)
     assert done.returncode != 0
     assert f"{missing}: Set the" in done.stderr
 
 
 def request(path: str, body: object = None, token: str | None = TOKEN) -> tuple[int, Any]:
-    headers = {"Content-Type": "application/json"} | ({} if token is None else {"Authorization": f"Bearer {token}"})
+    headers = {"Content-Type": "application/json"} | (
+        {} if token is None else {"Authorization": f"Bearer {token}"}
+    )
     data = None if body is None else json.dumps(body).encode()
     try:
         asked = urllib.request.Request(f"http://127.0.0.1:{PORT}{path}", data, headers)
@@ -109,10 +118,14 @@ def test_environment_plays_and_wants_the_token(tmp_path: Path, port_is_free: Non
 
 def test_environment_needs_nothing_but_what_its_image_installs() -> None:
     installed = set(re.findall(r'"(\w+)>=', (SPACES["wordle"] / "Dockerfile").read_text()))
-    required = {re.split("[<>=~ ]", line)[0] for line in requires("deltasync") or [] if "extra ==" not in line}
+    required = {
+        re.split("[<>=~ ]", line)[0] for line in requires("deltasync") or [] if "extra ==" not in line
+    }
     others = {name.lower().replace("-", "_") for name in required} - installed
     code = f"import sys, wordle.__main__; print(*[n for n in {others!r} if n in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], env=environ(), capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ(), capture_output=True, text=True, check=True
+    )
     assert done.stdout.split() == [] and {"torch"} < others
 
 
@@ -139,7 +152,11 @@ def test_replica_follows_and_wants_the_token(tmp_path: Path, port_is_free: None)
         assert server.publisher is not None
         server.publisher.close()
         prompt = {"model": str(checkpoint), "prompt": [5, 6, 7], "max_tokens": 4}
-        assert request("/v1/completions", prompt, None)[0] == request("/deltasync/digest", None, "other")[0] == 401
+        assert (
+            request("/v1/completions", prompt, None)[0]
+            == request("/deltasync/digest", None, "other")[0]
+            == 401
+        )
         assert request("/v1/completions", prompt)[0] == 200
         assert request("/deltasync/digest")[1]["sha256"] == digests(weights)
     assert "user-replica" in {key.key for key in server.store.list("replicas/")}.pop()

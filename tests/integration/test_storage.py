@@ -23,7 +23,9 @@ from tests.faults import FaultyStore
 
 
 @pytest.mark.parametrize(("changed", "versions"), [(0.01, 60), (0.001, 130)])
-def test_compactions_stay_a_third_of_the_deltas_and_shorten_a_late_join(changed: float, versions: int) -> None:
+def test_compactions_stay_a_third_of_the_deltas_and_shorten_a_late_join(
+    changed: float, versions: int
+) -> None:
     found = storage.measure(1_000_000, changed, versions)
     assert found["compactions"] and {base for base, _ in found["compactions"]} == {1}
     assert found["anchor_bytes"] == 0 < found["compaction_bytes"]
@@ -60,7 +62,9 @@ def test_the_size_of_a_compaction_is_estimated_as_it_is() -> None:
     for _ in range(40):
         storage.move(random, weights, 0.01)
         steps.add(host_delta(layout, known.take(weights).pieces))
-    moved = np.concatenate([bits_of(tensor).astype(np.int64) - bits_of(first[name]) for name, tensor in weights.items()])
+    moved = np.concatenate(
+        [bits_of(tensor).astype(np.int64) - bits_of(first[name]) for name, tensor in weights.items()]
+    )
     _, counts = np.unique(moved, return_counts=True)
     entropy_bits = -float((counts * np.log2(counts / moved.size)).sum())
     assert steps.estimated_bytes() == pytest.approx(entropy_bits / 8, rel=0.02)
@@ -84,7 +88,9 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_compaction(memory_url: str
     assert checked.exit_code == 0, checked.output
 
 
-def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deltasync.ops.compactor.GROUP_ELEMENTS", 20_000)
     random, weights, store = np.random.default_rng(3), storage.model(200_000), open_store(memory_url)
     states = []
@@ -100,7 +106,11 @@ def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(memory_url: s
 
 
 def test_a_compaction_has_the_steps_of_a_version_that_got_no_answer(memory_url: str) -> None:
-    random, weights, store = np.random.default_rng(4), storage.model(20_000), FaultyStore(open_store(memory_url))
+    random, weights, store = (
+        np.random.default_rng(4),
+        storage.model(20_000),
+        FaultyStore(open_store(memory_url)),
+    )
     with Publisher(store, retries=0, retention=Retention(compact_every=4)) as publisher:
         for _ in range(2):
             publisher.publish(weights).wait(60)
@@ -117,7 +127,11 @@ def test_a_compaction_has_the_steps_of_a_version_that_got_no_answer(memory_url: 
 
 
 def test_full_weights_that_cannot_be_read_get_new_ones_in_their_place(memory_url: str) -> None:
-    random, weights, store = np.random.default_rng(4), storage.model(200_000), FaultyStore(open_store(memory_url))
+    random, weights, store = (
+        np.random.default_rng(4),
+        storage.model(200_000),
+        FaultyStore(open_store(memory_url)),
+    )
     with Publisher(store) as publisher:
         publisher.publish(weights).wait(60)
         for info in [*store.list(keys.ANCHORS)]:

@@ -1,4 +1,6 @@
-"""A process that may start no more threads, as in a container at its pids.max: a limit for another user, in a child."""
+"""A process that may start no more threads, as in a container at its pids.max: a limit for another user, in a
+child.
+"""
 
 from __future__ import annotations
 

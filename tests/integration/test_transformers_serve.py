@@ -1,4 +1,6 @@
-"""`transformers serve` and continuous batching with a model that follows: versions change between and under requests."""
+"""`transformers serve` and continuous batching with a model that follows: versions change between and under
+requests.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def answer(server: Server, count: int = 8) -> tuple[str, str]:
     return headers["x-deltasync-versions"], reply["choices"][0]["text"].strip()
 
 
-@pytest.mark.parametrize("options", [(), ("--continuous-batching", "--cb-num-blocks", "64")], ids=["one by one", "batched"])
+@pytest.mark.parametrize(
+    "options", [(), ("--continuous-batching", "--cb-num-blocks", "64")], ids=["one by one", "batched"]
+)
 def test_tokens_are_those_of_a_fresh_load_at_each_version(tmp_path: Path, options: Sequence[str]) -> None:
     checkpoint, url = save(llama(seed=1), tmp_path / "model"), f"file://{tmp_path}/channel"
     with training(url, weights_of(checkpoint)) as trainer:
@@ -48,7 +52,9 @@ def test_tokens_are_those_of_a_fresh_load_at_each_version(tmp_path: Path, option
                 assert server.digest() == digests(trainer.published[version])
                 expected = fresh(checkpoint, trainer.published[version])
                 assert answer(server) == (f"{version}..{version}", expected)
-                assert [each.result()[1] for each in [pool.submit(answer, server) for _ in range(3)]] == [expected] * 3
+                assert [each.result()[1] for each in [pool.submit(answer, server) for _ in range(3)]] == [
+                    expected
+                ] * 3
                 answers.append(expected)
                 # Under requests: they end, and the next prompt does not see what they leave.
                 running = [pool.submit(answer, server, 60) for _ in range(3)]

@@ -1,4 +1,6 @@
-"""Trainers of TRL that take a `weight_transfer`, real but for the rollout worker: it is a stub in this process."""
+"""Trainers of TRL that take a `weight_transfer`, real but for the rollout worker: it is a stub in this
+process.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def test_async_grpo_counts_a_version_only_when_the_fleet_serves_it(checkpoint: P
 
         def on_version(version: int) -> None:
             if version == 1:
-                # All that have reported are waited for, and before version 1 none could name the run it follows.
+                # All that have reported are waited for, and before version 1 none could name the run it
+                # follows.
                 wait_until(lambda: len(heartbeat.read_all(open_store(url), run_id(url))) == 2)
             assert {replica.version for replica in fleet.replicas.values()} == {version}
             live.append(saved_bits(trainer.model, tmp_path / "saved"))
@@ -74,7 +77,8 @@ def test_async_grpo_counts_a_version_only_when_the_fleet_serves_it(checkpoint: P
     logs = [line for line in trainer.state.log_history if "loss" in line]
     # What TRL logs after a step is what was known when its callbacks had run.
     assert [line["delta_sync/version"] for line in logs] == [2, 3, 4]
-    # A sample is stamped with a version that the whole fleet serves, so max_staleness bounds how old its weights were.
+    # A sample is stamped with a version that the whole fleet serves, so max_staleness bounds how old its
+    # weights were.
     assert all(line["sample/staleness_max"] <= 1 for line in logs)
     anchor = AutoModelForCausalLM.from_pretrained(anchor_directory(tmp_path))
     assert_same_bits(gather.held_tensors(anchor), live[0])
@@ -117,7 +121,9 @@ def test_async_grpo_publishes_experts_one_by_one(tmp_path: Path) -> None:
     assert [record.changed > 0 for record in sync.history] == [True] * 4
 
 
-def test_experts_beside_adapters_that_trl_merged_are_published_one_by_one(memory_url: str, tmp_path: Path) -> None:
+def test_experts_beside_adapters_that_trl_merged_are_published_one_by_one(
+    memory_url: str, tmp_path: Path
+) -> None:
     from peft import get_peft_model
     from trl.experimental.async_grpo.async_grpo_trainer import _iter_vllm_named_params
 
@@ -129,10 +135,14 @@ def test_experts_beside_adapters_that_trl_merged_are_published_one_by_one(memory
     transfer.send_weights((name, param.detach()) for name, param in _iter_vllm_named_params(model))
     transfer.destroy()
     model.unmerge_adapter()
-    assert_same_bits(published_bits(memory_url), saved_bits(copy.deepcopy(model).merge_and_unload(), tmp_path))
+    assert_same_bits(
+        published_bits(memory_url), saved_bits(copy.deepcopy(model).merge_and_unload(), tmp_path)
+    )
 
 
-def test_async_grpo_publishes_merged_weights_and_merges_none_of_its_own(checkpoint: Path, tmp_path: Path) -> None:
+def test_async_grpo_publishes_merged_weights_and_merges_none_of_its_own(
+    checkpoint: Path, tmp_path: Path
+) -> None:
 
     url = f"file://{tmp_path}/channel"
     with Fleet(url, "replica"):
@@ -142,7 +152,9 @@ def test_async_grpo_publishes_merged_weights_and_merges_none_of_its_own(checkpoi
         trainer = make_async_trainer(checkpoint, sync, [], peft_config=lora, callbacks=[recorder])
         before = trainer.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.clone()
         trainer.train()
-    assert torch.equal(trainer.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight, before)
+    assert torch.equal(
+        trainer.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight, before
+    )
     merged = list(recorder.bits.values())
     assert [record.changed > 0 for record in sync.history] == [True] * 4
     assert len(merged) == 4
@@ -167,7 +179,8 @@ def test_async_distillation_syncs_by_the_same_object(checkpoint: Path, tmp_path:
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
 
 
-# --- who syncs the weights -------------------------------------------------------------------------------------------
+# --- who syncs the weights
+# -------------------------------------------------------------------------------------------
 
 
 def test_a_transfer_that_is_passed_explicitly_is_the_same(checkpoint: Path, tmp_path: Path) -> None:
@@ -189,23 +202,31 @@ def test_a_transfer_of_another_kind_is_refused_before_training(checkpoint: Path,
         pause = resume = send_weights = destroy = init_weight_transfer
 
     events: list[str] = []
-    trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), events, weight_transfer=NoTransfer())
-    with pytest.raises(ConfigError, match=r"AsyncGRPOTrainer syncs its weights with NoTransfer instead of the channel"):
+    trainer = make_async_trainer(
+        checkpoint, DeltaSyncCallback(memory_url), events, weight_transfer=NoTransfer()
+    )
+    with pytest.raises(
+        ConfigError, match=r"AsyncGRPOTrainer syncs its weights with NoTransfer instead of the channel"
+    ):
         trainer.train()
     assert "start" not in events
 
 
-def test_a_callback_that_comes_after_the_transfer_was_built_is_refused(checkpoint: Path, memory_url: str) -> None:
+def test_a_callback_that_comes_after_the_transfer_was_built_is_refused(
+    checkpoint: Path, memory_url: str
+) -> None:
     """It was added to a trainer that has TRL's own transfer, and came too late to take its place."""
     events: list[str] = []
     late = DeltaSyncCallback(memory_url)
     trainer = make_async_trainer(checkpoint, TrainerCallback(), events)
     assert type(trainer.weight_transfer).__module__.startswith("trl.")
-    trainer.weight_transfer.init_weight_transfer = trainer.weight_transfer.pause = lambda: None  # there is no server
+    # there is no server
+    trainer.weight_transfer.init_weight_transfer = trainer.weight_transfer.pause = lambda: None
     trainer.weight_transfer.resume = lambda: None
     trainer.add_callback(late)
     with pytest.raises(
-        ConfigError, match=r"with WeightTransferClient instead of the channel. Give the callback to the trainer's"
+        ConfigError,
+        match=r"with WeightTransferClient instead of the channel. Give the callback to the trainer's",
     ):
         trainer.train()
     assert late.history == []
@@ -218,7 +239,8 @@ def test_the_next_trainer_has_a_transfer_of_its_own(
 
     built = async_grpo_trainer.WeightTransferClient
     with monkeypatch.context() as broken, pytest.raises(TypeError):
-        broken.setattr(async_grpo_trainer, "VLLMClient", None)  # the constructor fails before it builds a transfer
+        # the constructor fails before it builds a transfer
+        broken.setattr(async_grpo_trainer, "VLLMClient", None)
         make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), [])
     assert async_grpo_trainer.WeightTransferClient is not built
     assert isinstance(make_async_trainer(checkpoint, TrainerCallback(), []).weight_transfer, built)
@@ -227,7 +249,9 @@ def test_the_next_trainer_has_a_transfer_of_its_own(
     assert async_grpo_trainer.WeightTransferClient is built
 
 
-def test_adapters_that_the_server_could_load_are_merged_all_the_same(checkpoint: Path, memory_url: str) -> None:
+def test_adapters_that_the_server_could_load_are_merged_all_the_same(
+    checkpoint: Path, memory_url: str
+) -> None:
     """TRL would ask the server, of which there is none here."""
     sync = DeltaSyncCallback(memory_url)
     trainer = make_async_trainer(checkpoint, sync, [], peft_config=LoraConfig(target_modules=["q_proj"]))
@@ -241,17 +265,23 @@ def test_a_trl_without_a_transfer_to_replace_is_refused_at_once(
     from trl.experimental.async_grpo import async_grpo_trainer
 
     monkeypatch.delattr(async_grpo_trainer, "WeightTransferClient")
-    with pytest.raises(ConfigError, match=r"AsyncGRPOTrainer of TRL .* has no weight transfer .* 1\.9 to 1\.16"):
+    with pytest.raises(
+        ConfigError, match=r"AsyncGRPOTrainer of TRL .* has no weight transfer .* 1\.9 to 1\.16"
+    ):
         make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), [])
 
 
-def test_log_probabilities_of_another_distribution_are_refused_before_training(checkpoint: Path, memory_url: str) -> None:
+def test_log_probabilities_of_another_distribution_are_refused_before_training(
+    checkpoint: Path, memory_url: str
+) -> None:
     server = Status()
     server.answer = {"state": "waiting", "logprobs_mode": "raw_logprobs"}
     sync = DeltaSyncCallback(memory_url)
     settings: dict[str, Any] = {"vllm_server_base_url": server.url, "stub": False, "temperature": 0.7}
     trainer = make_async_trainer(checkpoint, sync, [], **settings)
-    with pytest.raises(ConfigError, match=r"gives raw_logprobs, .* with temperature=0\.7: .* --logprobs-mode processed_l"):
+    with pytest.raises(
+        ConfigError, match=r"gives raw_logprobs, .* with temperature=0\.7: .* --logprobs-mode processed_l"
+    ):
         trainer.train()
     assert sync.history == []  # not even published
 
@@ -288,7 +318,9 @@ def test_who_compares_log_probabilities(settings: str, compares: bool, tmp_path:
     import trl
     from trl.experimental import async_distillation, async_grpo
 
-    (kind,) = (getattr(place, settings) for place in (trl, async_distillation, async_grpo) if settings in dir(place))
+    (kind,) = (
+        getattr(place, settings) for place in (trl, async_distillation, async_grpo) if settings in dir(place)
+    )
     args = kind(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     assert compat.compares_logprobs(args) is compares
     assert compat.streams_weights(args) is settings.startswith("Async")

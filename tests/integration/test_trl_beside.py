@@ -1,5 +1,5 @@
-"""The callback beside what else a training does: other callbacks, searches, wrappers, odd models. Training goes on, or is
-refused before it begins; what is published last is the model as it is at the end."""
+"""The callback beside what else a training does: other callbacks, searches, wrappers, odd models. Training
+goes on, or is refused before it begins; what is published last is the model as it is at the end."""
 
 from __future__ import annotations
 
@@ -57,7 +57,9 @@ def test_the_final_weights_are_those_after_all_callbacks(event: str, first: bool
 
 def test_what_evaluations_and_trainings_return_has_none_of_our_keys(tmp_path: Path) -> None:
     sync = DeltaSyncCallback(f"file://{tmp_path}/channel")
-    trainer = make_trainer(tiny_model(), tmp_path / "out", sync, eval_strategy="steps", eval_steps=1, max_steps=2)
+    trainer = make_trainer(
+        tiny_model(), tmp_path / "out", sync, eval_strategy="steps", eval_steps=1, max_steps=2
+    )
     done = trainer.train()
     found = trainer.evaluate()
     assert not any("delta_sync" in name for name in [*done.metrics, *found])
@@ -66,7 +68,9 @@ def test_what_evaluations_and_trainings_return_has_none_of_our_keys(tmp_path: Pa
 
 
 def test_a_search_is_refused_before_it_trains(tmp_path: Path) -> None:
-    trainer = make_trainer(tiny_model(), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel"), max_steps=1)
+    trainer = make_trainer(
+        tiny_model(), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel"), max_steps=1
+    )
     trainer.state.is_hyper_param_search = True
     trainer.is_in_train = True
     with pytest.raises(ConfigError, match=r"remove_callback\(DeltaSyncCallback\)"):
@@ -86,13 +90,18 @@ class Grows(torch.nn.Module):
         return {"loss": ((self.weight - input_ids.float().mean()) ** 2).sum()}
 
 
-def test_training_goes_on_when_a_tensor_changes_its_shape(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_training_goes_on_when_a_tensor_changes_its_shape(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url = f"file://{tmp_path}/channel"
     trainer = make_trainer(Grows(), tmp_path / "out", DeltaSyncCallback(url), max_steps=4, learning_rate=0.1)
     trainer.train()
     assert trainer.state.global_step == 4
     said = [record.getMessage() for record in caplog.records if record.name.startswith("trl_callback")]
-    assert [line[:36] for line in said] == ["Publishing has ended; training goes ", "The last published weights are those"]
+    assert [line[:36] for line in said] == [
+        "Publishing has ended; training goes ",
+        "The last published weights are those",
+    ]
     assert "seen" in said[0]
     assert published_bits(url)["seen"].numel() == 0
 
@@ -117,7 +126,14 @@ def test_two_callbacks_publish_to_two_channels_and_resume(tmp_path: Path) -> Non
         )
         flushes = FlushEachStep(merged), FlushEachStep(alone)
         trainer = make_trainer(
-            model, tmp_path / "out", merged, alone, *flushes, max_steps=steps, save_strategy="steps", save_steps=2
+            model,
+            tmp_path / "out",
+            merged,
+            alone,
+            *flushes,
+            max_steps=steps,
+            save_strategy="steps",
+            save_steps=2,
         )
         trainer.train(resume_from_checkpoint=resume)
         line = next(line for line in reversed(trainer.state.log_history) if "loss" in line)
@@ -147,7 +163,10 @@ def test_a_compiled_model_is_published_by_plain_names(inner: bool, tmp_path: Pat
 @pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")
 def test_a_head_that_is_trained_apart_is_not_called_tied(tmp_path: Path) -> None:
-    url, model = f"file://{tmp_path}/channel", get_peft_model(tiny_model(), LoraConfig(**LORA, modules_to_save=["lm_head"]))
+    url, model = (
+        f"file://{tmp_path}/channel",
+        get_peft_model(tiny_model(), LoraConfig(**LORA, modules_to_save=["lm_head"])),
+    )
     with torch.no_grad():
         model.base_model.model.lm_head.modules_to_save["default"].weight.mul_(2)
     sync = DeltaSyncCallback(url, served_dtype="keep")
@@ -156,7 +175,9 @@ def test_a_head_that_is_trained_apart_is_not_called_tied(tmp_path: Path) -> None
     assert json.loads((folder / "config.json").read_text())["tie_word_embeddings"] is False
     tokens = torch.arange(1, 13)[None]
     with torch.no_grad():
-        torch.testing.assert_close(AutoModelForCausalLM.from_pretrained(folder)(tokens).logits, model(tokens).logits)
+        torch.testing.assert_close(
+            AutoModelForCausalLM.from_pretrained(folder)(tokens).logits, model(tokens).logits
+        )
 
 
 def test_a_model_that_was_dequantized_is_published_as_it_is_trained(tmp_path: Path) -> None:
@@ -169,11 +190,15 @@ def test_a_model_that_was_dequantized_is_published_as_it_is_trained(tmp_path: Pa
     quantized = DeltaSyncCallback(f"file://{tmp_path}/channel", served_dtype="fp8")
     make_trainer(small, tmp_path / "out", quantized, max_steps=1, learning_rate=0.0).train()
     model = AutoModelForCausalLM.from_pretrained(
-        anchor_directory(tmp_path), quantization_config=FineGrainedFP8Config(dequantize=True), dtype=torch.bfloat16
+        anchor_directory(tmp_path),
+        quantization_config=FineGrainedFP8Config(dequantize=True),
+        dtype=torch.bfloat16,
     )
     held = {name: tensor.clone() for name, tensor in gather.held_tensors(model).items()}
     assert_same_bits(dict(gather.stream_of(model)), held)
-    assert "quantization_config" not in json.loads(gather.checkpoint_files(model, None, "bfloat16")["config.json"])
+    assert "quantization_config" not in json.loads(
+        gather.checkpoint_files(model, None, "bfloat16")["config.json"]
+    )
 
 
 def test_the_code_of_a_custom_model_is_beside_its_weights(tmp_path: Path) -> None:
@@ -182,13 +207,17 @@ def test_the_code_of_a_custom_model_is_beside_its_weights(tmp_path: Path) -> Non
     from tests.integration.trainers import SIZES
 
     (tmp_path / "configuration_custom.py").write_text(
-        "from transformers import Qwen3Config\n\n\nclass CustomConfig(Qwen3Config):\n    model_type = 'custom'\n"
+        "from transformers import Qwen3Config\n\n\nclass CustomConfig(Qwen3Config):\n    model_type = "
+        "'custom'\n"
     )
     (tmp_path / "modeling_custom.py").write_text(
         "from transformers import Qwen3ForCausalLM\n\nfrom .configuration_custom import CustomConfig\n\n\n"
         "class CustomForCausalLM(Qwen3ForCausalLM):\n    config_class = CustomConfig\n"
     )
-    names = {"AutoConfig": "configuration_custom.CustomConfig", "AutoModelForCausalLM": "modeling_custom.CustomForCausalLM"}
+    names = {
+        "AutoConfig": "configuration_custom.CustomConfig",
+        "AutoModelForCausalLM": "modeling_custom.CustomForCausalLM",
+    }
     config = Qwen3Config(**SIZES).to_dict() | {"model_type": "custom", "auto_map": names}
     (tmp_path / "config.json").write_text(json.dumps(config))
     read = AutoConfig.from_pretrained(tmp_path, trust_remote_code=True)
@@ -204,15 +233,17 @@ def test_additional_chat_templates_are_beside_the_weights(tmp_path: Path) -> Non
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
-    processing = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a")))
+    processing = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, unk_token="a"))
+    )
     processing.chat_template = {"default": "a {{ messages }}", "rag": "b {{ messages }}"}
     files = gather.checkpoint_files(tiny_model(), processing, "keep")
     assert files["additional_chat_templates/rag.jinja"] == b"b {{ messages }}"
 
 
 def quietly_with_adapter(model: Any, config: LoraConfig) -> Any:
-    """`get_peft_model` without its warnings. The filters are set here and not by a mark: `catch_warnings` of another
-    thread that ends after the mark was set puts the older filters back."""
+    """`get_peft_model` without its warnings. The filters are set here and not by a mark: `catch_warnings` of
+    another thread that ends after the mark was set puts the older filters back."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return get_peft_model(model, config)
@@ -239,7 +270,9 @@ REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
 @pytest.mark.parametrize("name", REFUSED)
-def test_adapters_that_cannot_be_published_are_refused_when_the_trainer_is_made(name: str, tmp_path: Path) -> None:
+def test_adapters_that_cannot_be_published_are_refused_when_the_trainer_is_made(
+    name: str, tmp_path: Path
+) -> None:
     make, settings, said = REFUSED[name]
     model = make()
     if name == "trained-outside":
@@ -254,7 +287,9 @@ class Switches(TrainerCallback):
             model.set_adapter("other")
 
 
-def test_another_active_adapter_is_not_published_as_the_first(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_another_active_adapter_is_not_published_as_the_first(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     model = get_peft_model(tiny_model(tied=False), LoraConfig(**LORA))
     model.add_adapter("other", LoraConfig(**LORA, lora_alpha=64))
     sync = DeltaSyncCallback(f"file://{tmp_path}/channel", adapter_only=True)
@@ -263,16 +298,22 @@ def test_another_active_adapter_is_not_published_as_the_first(tmp_path: Path, ca
     assert "holds the adapter default, but now other is active" in caplog.text
 
 
-def test_a_store_that_cannot_be_reached_at_the_start_ends_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_cannot_be_reached_at_the_start_ends_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
         monkeypatch.setenv(name, "x")
-    sync = DeltaSyncCallback("s3://bucket/run?endpoint=http://127.0.0.1:9&region=us-east-1", ack_timeout_s=0.1)
+    sync = DeltaSyncCallback(
+        "s3://bucket/run?endpoint=http://127.0.0.1:9&region=us-east-1", ack_timeout_s=0.1
+    )
     with pytest.raises(StoreError, match=r"cannot be reached: .* See: deltasync doctor 's3://bucket/run"):
         make_trainer(tiny_model(), tmp_path / "out", sync).train()
 
 
 @pytest.mark.parametrize("make", [tiny_model, tiny_moe])
-def test_a_finished_trainer_holds_no_threads_and_trains_again(make: Callable[[], Any], tmp_path: Path) -> None:
+def test_a_finished_trainer_holds_no_threads_and_trains_again(
+    make: Callable[[], Any], tmp_path: Path
+) -> None:
     url, model = f"file://{tmp_path}/channel", make()
     trainer = make_trainer(model, tmp_path / "out", DeltaSyncCallback(url), max_steps=2)
     for _ in range(2):

@@ -52,7 +52,8 @@ from tests.waiting import wait_until
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig, DeltaWeightTransfer, compat, gather
 from trl_callback.gather import shards_as_saved
 
-# --- any trainer of transformers -------------------------------------------------------------------------------------
+# --- any trainer of transformers
+# -------------------------------------------------------------------------------------
 
 
 def test_routers_in_float32_beside_matrices_in_bfloat16(tmp_path: Path) -> None:
@@ -71,7 +72,9 @@ def test_routers_in_float32_beside_matrices_in_bfloat16(tmp_path: Path) -> None:
     assert json.loads((folder / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-@pytest.mark.parametrize(("dtype", "wide"), [(torch.float16, True), (torch.bfloat16, True), (torch.float32, False)])
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.float16, True), (torch.bfloat16, True), (torch.float32, False)]
+)
 def test_the_channel_has_the_dtype_of_the_policy_where_that_has_16_bits(
     tmp_path: Path, dtype: torch.dtype, wide: bool
 ) -> None:
@@ -89,7 +92,9 @@ def test_the_channel_has_the_dtype_of_the_policy_where_that_has_16_bits(
 
 
 class Averaging(torch.optim.SGD):
-    """Two sets of weights, as schedule-free optimizers have: `eval` brings the average of all steps, `train` the others."""
+    """Two sets of weights, as schedule-free optimizers have: `eval` brings the average of all steps, `train`
+    the others.
+    """
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, lr=0.1)
@@ -173,12 +178,22 @@ def test_the_final_version_is_the_average_however_training_stops(tmp_path: Path,
         control.should_training_stop = state.global_step >= 4
 
     setattr(Stop, stop, stop_now)
-    settings = {"eval_strategy": "steps", "eval_steps": 4, "save_strategy": "steps", "save_steps": 4, "logging_steps": 1}
+    settings = {
+        "eval_strategy": "steps",
+        "eval_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 4,
+        "logging_steps": 1,
+    }
     if stop != "on_evaluate":
         settings |= {"eval_strategy": "no"}
     url, model = f"file://{tmp_path}/channel", tiny_model()
     sync = DeltaSyncCallback(url)
-    more = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2} if stop == "on_substep_end" else {}
+    more = (
+        {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+        if stop == "on_substep_end"
+        else {}
+    )
     if stop == "data":
         more = {"accelerator_config": {"dispatch_batches": False}}
     trainer = make_trainer(model, tmp_path / "out", sync, Stop(), max_steps=40, **settings, **more)
@@ -191,7 +206,9 @@ def test_the_final_version_is_the_average_however_training_stops(tmp_path: Path,
     final = published_bits(url)
     assert_same_bits(final, saved_bits(model, tmp_path / "saved"))
     optimizer.train()
-    assert any(not torch.equal(final[name], bits) for name, bits in saved_bits(model, tmp_path / "moved").items())
+    assert any(
+        not torch.equal(final[name], bits) for name, bits in saved_bits(model, tmp_path / "moved").items()
+    )
 
 
 def test_other_optimizers_have_one_set_of_weights() -> None:
@@ -245,7 +262,9 @@ def test_the_best_model_is_what_is_published_last(tmp_path: Path) -> None:
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "loaded"))
 
 
-@pytest.mark.parametrize("make_model", [tiny_model, lambda: tiny_model(tied=False), tiny_moe], ids=["tied", "untied", "moe"])
+@pytest.mark.parametrize(
+    "make_model", [tiny_model, lambda: tiny_model(tied=False), tiny_moe], ids=["tied", "untied", "moe"]
+)
 def test_every_step_is_published_bit_for_bit(
     make_model: Callable[[], Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -280,7 +299,8 @@ def test_the_final_weights_are_in_the_logs_though_the_store_is_behind(
     sync = DeltaSyncCallback(url)
     trainer = make_trainer(tiny_model(), tmp_path / "out", sync)
     trainer.train()
-    assert [record.step for record in sync.history] in ([0, 4], [4])  # the first joins the last if its upload had not begun
+    # the first joins the last if its upload had not begun
+    assert [record.step for record in sync.history] in ([0, 4], [4])
     assert trainer.state.log_history[-2]["delta_sync/version"] == sync.history[-1].version
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
 
@@ -303,7 +323,9 @@ def test_an_anchor_is_a_checkpoint_with_a_tokenizer(make_model: Callable[[], Any
     assert tokenizer.chat_template == demo_model.build_tokenizer().chat_template
 
 
-def test_publishes_every_n_steps_and_the_final_weights(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_publishes_every_n_steps_and_the_final_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     url = f"file://{tmp_path}/channel"
     sync = DeltaSyncCallback(DeltaSyncConfig(url, codec="raw"), publish_steps=3)
 
@@ -330,7 +352,9 @@ def test_a_lost_upload_fails_the_training_at_its_end(tmp_path: Path, monkeypatch
         create(self, key, data)
 
     monkeypatch.setattr(LocalStore, "create", full)
-    trainer = make_trainer(tiny_model(), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel"), max_steps=1)
+    trainer = make_trainer(
+        tiny_model(), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel"), max_steps=1
+    )
     with pytest.raises(PublishError, match="the disk is full"):
         trainer.train()
 
@@ -347,7 +371,9 @@ def test_buffers_are_published_and_ties_that_are_declared_keep_the_right_name(tm
 
 
 def test_tensors_that_stay_are_handed_over_as_a_dicts_items() -> None:
-    """So that the publisher compares them together; those that are made one at a time come from an iterator."""
+    """So that the publisher compares them together; those that are made one at a time come from an
+    iterator.
+    """
     assert isinstance(gather.stream_of(tiny_model()), ItemsView)
     held = gather.held_tensors(tiny_model())
     assert isinstance(shards_as_saved(tiny_model(), held, 0), ItemsView)
@@ -362,18 +388,23 @@ def test_shards_of_experts_are_parts_of_what_a_checkpoint_holds(tmp_path: Path) 
         held = {}
         for name, tensor in gather.held_tensors(model).items():
             size = -(-tensor.numel() // ranks)  # as ZeRO-3 cuts them, through the middle of an expert
-            held[name] = TensorRange(tensor.flatten()[rank * size :][:size], min(rank * size, tensor.numel()), tensor.shape)
+            held[name] = TensorRange(
+                tensor.flatten()[rank * size :][:size], min(rank * size, tensor.numel()), tensor.shape
+            )
         for name, part in shards_as_saved(model, held, rank):
             found.setdefault(name, []).append(part)
     whole = {}
     for name, parts in found.items():
         held_parts = [part for part in parts if part.held.numel()]
         assert [part.start for part in held_parts] == [0, *(part.stop for part in held_parts[:-1])]
-        whole[name] = torch.cat([part.held.flatten() for part in held_parts]).view(parts[0].shape).to(torch.bfloat16)
+        whole[name] = (
+            torch.cat([part.held.flatten() for part in held_parts]).view(parts[0].shape).to(torch.bfloat16)
+        )
     assert_same_bits(whole, saved_bits(model, tmp_path))
 
 
-# --- starting from a checkpoint --------------------------------------------------------------------------------------
+# --- starting from a checkpoint
+# --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("named", [True, False])
@@ -381,7 +412,10 @@ def test_a_checkpoint_that_both_sides_have_is_not_uploaded(named: bool, tmp_path
     checkpoint, url = tmp_path / "checkpoint", f"file://{tmp_path}/channel"
     tiny_model().to(torch.bfloat16).save_pretrained(checkpoint)
     model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
-    sync, recorder = DeltaSyncCallback(url, initial=str(checkpoint) if named else "auto"), Recorder(tmp_path / "saved")
+    sync, recorder = (
+        DeltaSyncCallback(url, initial=str(checkpoint) if named else "auto"),
+        Recorder(tmp_path / "saved"),
+    )
     make_trainer(model, tmp_path / "out", sync, recorder).train()
     assert not list((tmp_path / "channel").glob("anchors/**/*"))
     assert_same_bits(published_bits(url, 1), recorder.bits[0])
@@ -389,22 +423,29 @@ def test_a_checkpoint_that_both_sides_have_is_not_uploaded(named: bool, tmp_path
 
 
 def test_a_model_that_was_loaded_from_nowhere_has_no_initial_checkpoint(tmp_path: Path) -> None:
-    trainer = make_trainer(tiny_model(), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel", initial="auto"))
+    trainer = make_trainer(
+        tiny_model(), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel", initial="auto")
+    )
     with pytest.raises(ConfigError, match="loaded from"):
         trainer.train()
 
 
-# --- resuming --------------------------------------------------------------------------------------------------------
+# --- resuming
+# --------------------------------------------------------------------------------------------------------
 
 
 def test_a_checkpoint_continues_its_run_though_it_is_older_than_the_head(tmp_path: Path) -> None:
     url, out = f"file://{tmp_path}/channel", tmp_path / "out"
-    trainer = make_trainer(tiny_model(), out, DeltaSyncCallback(url), max_steps=4, save_strategy="steps", save_steps=2)
+    trainer = make_trainer(
+        tiny_model(), out, DeltaSyncCallback(url), max_steps=4, save_strategy="steps", save_steps=2
+    )
     trainer.train()
     run, version = run_id(url), Replica(url).sync()
 
     sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
-    trainer = make_trainer(tiny_model(), out, sync, recorder, max_steps=5, save_strategy="steps", save_steps=2)
+    trainer = make_trainer(
+        tiny_model(), out, sync, recorder, max_steps=5, save_strategy="steps", save_steps=2
+    )
     trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     assert run_id(url) == run
     # The first version goes back from step 4 to step 2.
@@ -416,7 +457,9 @@ def test_a_checkpoint_continues_its_run_though_it_is_older_than_the_head(tmp_pat
 
     # And it can be resumed once more, from what the resumed trainer saved.
     again = DeltaSyncCallback(url)
-    make_trainer(tiny_model(), out, again, max_steps=6).train(resume_from_checkpoint=str(out / "checkpoint-4"))
+    make_trainer(tiny_model(), out, again, max_steps=6).train(
+        resume_from_checkpoint=str(out / "checkpoint-4")
+    )
     assert run_id(url) == run
     assert again.history[-1].step == 6
 
@@ -453,7 +496,8 @@ def test_a_checkpoint_from_before_the_callback_was_added(tmp_path: Path, restore
         assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))
 
 
-# --- metrics ---------------------------------------------------------------------------------------------------------
+# --- metrics
+# ---------------------------------------------------------------------------------------------------------
 
 
 class Integration(TrainerCallback):
@@ -476,7 +520,9 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
     sync = DeltaSyncCallback(url)
 
     class Replicas(TrainerCallback):
-        """One that keeps up and one that stays at version 1; waits for the upload, and before for the last look at them."""
+        """One that keeps up and one that stays at version 1; waits for the upload, and before for the last
+        look at them.
+        """
 
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             for thread in threading.enumerate():
@@ -500,7 +546,15 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
 
     logs = [line for line in Integration.logs if "loss" in line]
     assert [line["delta_sync/version"] for line in logs] == [record.version for record in sync.history[1:]]
-    for name in ("payload_bytes", "bits_per_changed", "changed_fraction", "held_s", "encode_s", "upload_s", "coalesced"):
+    for name in (
+        "payload_bytes",
+        "bits_per_changed",
+        "changed_fraction",
+        "held_s",
+        "encode_s",
+        "upload_s",
+        "coalesced",
+    ):
         assert all(f"delta_sync/{name}" in line for line in logs), name
     # A look is taken in the background, so it is in the logs of the next step.
     assert [line["delta_sync/replicas"] for line in logs[1:]] == [2, 2, 3]
@@ -511,14 +565,17 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
     assert trainer.state.log_history[0].keys() >= logs[0].keys()
 
 
-# --- a store that is not there ---------------------------------------------------------------------------------------
+# --- a store that is not there
+# ---------------------------------------------------------------------------------------
 
 
 WARN_AFTER_S = 1.0
 
 
 class Outage(TrainerCallback):
-    """The store is down from one step to another one; the step after the first waits until that was noticed."""
+    """The store is down from one step to another one; the step after the first waits until that was
+    noticed.
+    """
 
     def __init__(self, proxy: FaultProxy, sync: DeltaSyncCallback, first: int, last: int) -> None:
         self._proxy, self._transfer, self._first, self._last = proxy, sync.weight_transfer, first, last
@@ -545,12 +602,17 @@ def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, FaultProxy]]:
 
 
 def test_training_goes_on_without_its_store_and_all_bits_are_right_afterwards(
-    s3: tuple[str, FaultProxy], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    s3: tuple[str, FaultProxy],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url, proxy = s3
     monkeypatch.setattr("trl_callback.patience._WARN_AFTER_S", WARN_AFTER_S)
     sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
-    trainer = make_trainer(tiny_model(), tmp_path / "out", recorder, Outage(proxy, sync, 3, 12), sync, max_steps=15)
+    trainer = make_trainer(
+        tiny_model(), tmp_path / "out", recorder, Outage(proxy, sync, 3, 12), sync, max_steps=15
+    )
     with caplog.at_level("WARNING", logger="trl_callback"):
         trainer.train()
     during = [record for record in sync.history if 3 < record.step <= 12]
@@ -563,18 +625,23 @@ def test_training_goes_on_without_its_store_and_all_bits_are_right_afterwards(
     assert all("503" in line for line in lines if "Training goes on" in line)
 
 
-def test_a_store_that_is_away_at_the_end_is_given_up_and_reported(s3: tuple[str, FaultProxy], tmp_path: Path) -> None:
+def test_a_store_that_is_away_at_the_end_is_given_up_and_reported(
+    s3: tuple[str, FaultProxy], tmp_path: Path
+) -> None:
     url, proxy = s3
     sync = DeltaSyncCallback(url, ack_timeout_s=1.0)
     trainer = make_trainer(tiny_model(), tmp_path / "out", Outage(proxy, sync, 1, 99), sync, max_steps=3)
-    with pytest.raises(PublishError, match=r"1 s after the end of training, and was given up\. Last error: .*503"):
+    with pytest.raises(
+        PublishError, match=r"1 s after the end of training, and was given up\. Last error: .*503"
+    ):
         trainer.train()
     assert sync.weight_transfer.publisher is None  # training again would open the channel again
     proxy.heal()
     assert Replica(url).sync() == 1
 
 
-# --- settings and the bare transfer ----------------------------------------------------------------------------------
+# --- settings and the bare transfer
+# ----------------------------------------------------------------------------------
 
 
 def test_a_transfer_without_a_model_says_what_is_missing(memory_url: str) -> None:
@@ -583,7 +650,9 @@ def test_a_transfer_without_a_model_says_what_is_missing(memory_url: str) -> Non
 
 
 def test_only_the_first_sync_of_a_training_is_compared_with_the_channel(memory_url: str) -> None:
-    """TRL's client opens the transfer before each sync. A training from step 0 makes steps that the channel has anew."""
+    """TRL's client opens the transfer before each sync. A training from step 0 makes steps that the channel
+    has anew.
+    """
     for seed in (0, 1):
         torch.manual_seed(seed)
         model = tiny_model()
@@ -601,7 +670,9 @@ def test_only_the_first_sync_of_a_training_is_compared_with_the_channel(memory_u
     assert Replica(memory_url).sync() == 6
 
 
-def test_an_upload_that_hangs_is_not_waited_for_longer_than_asked(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_upload_that_hangs_is_not_waited_for_longer_than_asked(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     opened = threading.Event()
     store = type(open_store(memory_url))
     create = store.create
@@ -619,7 +690,8 @@ def test_an_upload_that_hangs_is_not_waited_for_longer_than_asked(memory_url: st
     transfer.send_weights(iter(model.named_parameters()))
     with pytest.raises(TimeoutError):
         transfer.resume()
-    threading.Timer(1.0, opened.set).start()  # after the uploads were given up; the request that is under way still counts
+    # after the uploads were given up; the request that is under way still counts
+    threading.Timer(1.0, opened.set).start()
     transfer.destroy()
     assert Replica(memory_url).sync() == 1
 
@@ -646,7 +718,9 @@ def test_a_wrong_setting_is_refused(wrong: dict[str, Any]) -> None:
 
 def test_the_config_is_a_command_line() -> None:
     parser = HfArgumentParser(DeltaSyncConfig)
-    (config,) = parser.parse_args_into_dataclasses(["--channel", "memory://x", "--anchor_every", "7", "--resume"])
+    (config,) = parser.parse_args_into_dataclasses(
+        ["--channel", "memory://x", "--anchor_every", "7", "--resume"]
+    )
     assert config == DeltaSyncConfig("memory://x", anchor_every=7, resume=True)
     (config,) = parser.parse_args_into_dataclasses(
         ["--channel", "memory://x", "--max_behind", "2", "--replicas", "http://a", "http://b:80"]
@@ -657,7 +731,9 @@ def test_the_config_is_a_command_line() -> None:
 
 def test_importing_the_callback_imports_neither_trl_nor_vllm() -> None:
     code = "import sys, trl_callback; print(*[name for name in ('trl', 'vllm') if name in sys.modules])"
-    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert loaded.stdout.split() == []
 
 

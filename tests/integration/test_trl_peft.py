@@ -57,7 +57,9 @@ def adapter_bits(model: PeftModel, folder: Path) -> Bits:
     ],
     ids=["lora", "dora", "a-whole-module-too", "all-linear"],
 )
-def test_any_trainer_publishes_merged_weights_and_trains_as_without(lora: dict[str, Any], tmp_path: Path) -> None:
+def test_any_trainer_publishes_merged_weights_and_trains_as_without(
+    lora: dict[str, Any], tmp_path: Path
+) -> None:
     url = f"file://{tmp_path}/channel"
     sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved", merged_bits)
     model, alone = adapted_model(**lora), adapted_model(**lora)
@@ -101,8 +103,16 @@ MERGES: dict[str, tuple[Any, PeftConfig, bool]] = {
     "a-parameter": (untied_model, LoraConfig(**LORA, target_parameters=["mlp.up_proj.weight"]), True),
     "shared-projections": (untied_model, VeraConfig(r=8, target_modules=["q_proj", "o_proj"]), True),
     "convolutions": (conv_model, LoraConfig(r=2, target_modules=["first", "second", "tokens"]), True),
-    "convolutions-with-dora": (conv_model, LoraConfig(r=2, target_modules=["first", "tokens", "last"], use_dora=True), True),
-    "tied-embeddings": (tiny_model, LoraConfig(**(LORA | {"target_modules": ["q_proj", "embed_tokens"]})), False),
+    "convolutions-with-dora": (
+        conv_model,
+        LoraConfig(r=2, target_modules=["first", "tokens", "last"], use_dora=True),
+        True,
+    ),
+    "tied-embeddings": (
+        tiny_model,
+        LoraConfig(**(LORA | {"target_modules": ["q_proj", "embed_tokens"]})),
+        False,
+    ),
     "its-own-way": (
         untied_model,
         IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
@@ -113,7 +123,9 @@ MERGES: dict[str, tuple[Any, PeftConfig, bool]] = {
 
 @pytest.mark.filterwarnings("ignore:Model .*tie_word_embeddings=True")
 @pytest.mark.parametrize("name", MERGES)
-def test_one_layer_at_a_time_is_merged_as_peft_merges_a_copy(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_layer_at_a_time_is_merged_as_peft_merges_a_copy(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     make, config, by_layers = MERGES[name]
     model = get_peft_model(make(), copy.deepcopy(config))
     for param in model.parameters():
@@ -181,21 +193,27 @@ def test_the_base_of_an_adapter_is_what_was_loaded_whatever_the_adapter_learned(
     (after,) = gather.adapter_base_file(changed(model)).values()
     assert before == after
     assert AdapterBase.decode(after).tensors == own.tensors
-    base.get_parameter(next(name for name, param in base.named_parameters() if not param.requires_grad)).data *= 2
+    base.get_parameter(
+        next(name for name, param in base.named_parameters() if not param.requires_grad)
+    ).data *= 2
     assert gather.adapter_base_file(model) != {FILE: after}
 
 
 def test_a_base_that_was_loaded_from_a_checkpoint_equals_it_in_any_dtype(tmp_path: Path) -> None:
     tiny_model(tied=False).to(torch.bfloat16).save_pretrained(tmp_path)
     for dtype in (torch.float32, torch.bfloat16):
-        model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype), LoraConfig(**LORA))
+        model = get_peft_model(
+            AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype), LoraConfig(**LORA)
+        )
         base = AdapterBase.decode(gather.adapter_base_file(changed(model))[FILE])
         assert base.name == str(tmp_path)
         assert base.compare(load(find(tmp_path))) == ([], [])
 
 
 def wrapped_base(kind: Callable[[torch.Tensor], torch.Tensor]) -> PeftModel:
-    """An adapted model whose linear layers hold their frozen weights in a wrapper subclass, as those of torchao."""
+    """An adapted model whose linear layers hold their frozen weights in a wrapper subclass, as those of
+    torchao.
+    """
     model = tiny_model(tied=False)
     for layer in model.model.modules():
         if isinstance(layer, torch.nn.Linear):
@@ -218,7 +236,9 @@ def test_an_adapter_over_quantized_weights_is_published_and_these_are_left_out_o
     assert said.startswith("14 of the base model's 25 tensors are quantized, so servers cannot compare them")
 
 
-def test_adapters_are_merged_into_wrapped_weights_or_refused_and_never_lost(tmp_path: Path, memory_url: str) -> None:
+def test_adapters_are_merged_into_wrapped_weights_or_refused_and_never_lost(
+    tmp_path: Path, memory_url: str
+) -> None:
     url, model = f"file://{tmp_path}/channel", wrapped_base(Forwarding)
     make_trainer(model, tmp_path / "out", DeltaSyncCallback(url), max_steps=2).train()
     published = published_bits(url)
@@ -227,7 +247,8 @@ def test_adapters_are_merged_into_wrapped_weights_or_refused_and_never_lost(tmp_
             merged = layer.get_base_layer().weight.held + layer.get_delta_weight("default").detach()
             assert_same_bits({name: published[f"{name}.weight"]}, {name: merged.to(torch.bfloat16)})
     with pytest.raises(
-        ConfigError, match=r"what PEFT merges into .*_proj\.weight, a Scaled, is lost\. Load the base unquantized"
+        ConfigError,
+        match=r"what PEFT merges into .*_proj\.weight, a Scaled, is lost\. Load the base unquantized",
     ):
         make_trainer(wrapped_base(Scaled.of), tmp_path / "out", DeltaSyncCallback(memory_url))
 
@@ -237,9 +258,13 @@ def test_the_active_adapter_of_several_is_published(tmp_path: Path) -> None:
     model.add_adapter("other", LoraConfig(**{**LORA, "r": 2}))
     model.set_adapter("other")
     url = f"file://{tmp_path}/channel"
-    make_trainer(model, tmp_path / "out", DeltaSyncCallback(url, adapter_only=True, served_dtype="keep")).train()
+    make_trainer(
+        model, tmp_path / "out", DeltaSyncCallback(url, adapter_only=True, served_dtype="keep")
+    ).train()
     model.save_pretrained(tmp_path / "saved")
-    assert_same_bits(published_bits(url), load_file(tmp_path / "saved" / "other" / "adapter_model.safetensors"))
+    assert_same_bits(
+        published_bits(url), load_file(tmp_path / "saved" / "other" / "adapter_model.safetensors")
+    )
     config = anchor_directory(tmp_path) / "adapter_config.json"
     assert json.loads(config.read_bytes())["r"] == 2
 
@@ -259,7 +284,9 @@ def test_the_adapter_alone_is_refused_where_there_is_no_such_thing(memory_url: s
         make_trainer(sharded, tmp_path, sync)
 
 
-def test_the_adapter_alone_is_refused_where_trl_pushes_merged_weights(memory_url: str, tmp_path: Path) -> None:
+def test_the_adapter_alone_is_refused_where_trl_pushes_merged_weights(
+    memory_url: str, tmp_path: Path
+) -> None:
     class OnServer(TrainingArguments):
         use_vllm, vllm_mode = True, "server"
 

@@ -1,4 +1,6 @@
-"""Trainers that are killed, started again and resumed: they continue their own run, with the weights that it had."""
+"""Trainers that are killed, started again and resumed: they continue their own run, with the weights that it
+had.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_a_job_that_is_killed_and_started_again_by_itself_continues_its_run(tmp_
 
 
 @pytest.mark.parametrize("place", ["another directory", "a copy", "deleted", "not writable"])
-def test_the_output_directory_says_whose_run_it_is(tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_output_directory_says_whose_run_it_is(
+    tmp_path: Path, place: str, caplog: pytest.LogCaptureFixture
+) -> None:
     url, out = f"file://{tmp_path}/channel", tmp_path / "out"
     if place == "not writable":  # a file is in the way
         (out / OWNER_FILE).mkdir(parents=True)
@@ -77,7 +81,9 @@ def test_the_output_directory_says_whose_run_it_is(tmp_path: Path, place: str, c
         again.train()
         assert_same_bits(published_bits(url), saved_bits(again.model, tmp_path / "saved"))
         return
-    with pytest.raises(ChannelInUseError, match=r"Pass resume=True, beside the URL, to Publisher or DeltaSyncCallback"):
+    with pytest.raises(
+        ChannelInUseError, match=r"Pass resume=True, beside the URL, to Publisher or DeltaSyncCallback"
+    ):
         again.train()
     assert ("starts again before its first checkpoint" in caplog.text) == (place == "not writable")
 
@@ -85,9 +91,13 @@ def test_the_output_directory_says_whose_run_it_is(tmp_path: Path, place: str, c
 def test_the_id_of_a_job_needs_no_disk(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
     for number in range(2):
-        make_trainer(tiny_model(), tmp_path / str(number), DeltaSyncCallback(url, owner="slurm:7"), max_steps=1).train()
+        make_trainer(
+            tiny_model(), tmp_path / str(number), DeltaSyncCallback(url, owner="slurm:7"), max_steps=1
+        ).train()
     with pytest.raises(ChannelInUseError):
-        make_trainer(tiny_model(), tmp_path / "0", DeltaSyncCallback(url, owner="slurm:8"), max_steps=1).train()
+        make_trainer(
+            tiny_model(), tmp_path / "0", DeltaSyncCallback(url, owner="slurm:8"), max_steps=1
+        ).train()
     with pytest.raises(ConfigError, match="owner must be"):
         DeltaSyncCallback(url, owner="a/b")
 
@@ -157,7 +167,9 @@ def test_adapters_and_tied_heads_resume_with_their_bits(tmp_path: Path, kind: st
         return peft.get_peft_model(made, config)
 
     def train(trained: Any, steps: int, **more: Any) -> None:
-        trainer = make_trainer(trained, out, DeltaSyncCallback(url), max_steps=steps, learning_rate=1e-2, **SAVING)
+        trainer = make_trainer(
+            trained, out, DeltaSyncCallback(url), max_steps=steps, learning_rate=1e-2, **SAVING
+        )
         trainer.train(**more)
 
     train(model(), 2)

@@ -34,15 +34,24 @@ def make_async(checkpoint: Path, sync: DeltaSyncCallback, recorder: TrainerCallb
     return make_async_trainer(checkpoint, sync, [], callbacks=[recorder], max_steps=max_steps, **SAVING)
 
 
-def make_grpo(checkpoint: Path, sync: DeltaSyncCallback, recorder: TrainerCallback, max_steps: int, **settings: Any) -> Any:
+def make_grpo(
+    checkpoint: Path, sync: DeltaSyncCallback, recorder: TrainerCallback, max_steps: int, **settings: Any
+) -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     shared = {key: value for key, value in SHARED.items() if key != "token_budget"}
     folder = str(checkpoint.parent / "out")
-    settings = {**shared, **SAVING, "output_dir": folder, "num_generations": 3, "max_steps": max_steps} | settings
+    settings = {
+        **shared,
+        **SAVING,
+        "output_dir": folder,
+        "num_generations": 3,
+        "max_steps": max_steps,
+    } | settings
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
-        return [float(place) for place in range(len(completion_ids))]  # unequal, so that each step changes weights
+        # unequal, so that each step changes weights
+        return [float(place) for place in range(len(completion_ids))]
 
     return GRPOTrainer(
         model=str(checkpoint),
@@ -54,7 +63,9 @@ def make_grpo(checkpoint: Path, sync: DeltaSyncCallback, recorder: TrainerCallba
 
 
 @pytest.mark.parametrize("make", [make_async, make_grpo], ids=["AsyncGRPO", "GRPO"])
-def test_a_resumed_trainer_goes_on_with_the_next_version(make: Callable[..., Any], checkpoint: Path, tmp_path: Path) -> None:
+def test_a_resumed_trainer_goes_on_with_the_next_version(
+    make: Callable[..., Any], checkpoint: Path, tmp_path: Path
+) -> None:
     url = f"file://{tmp_path}/channel"
     settings = {"ack_timeout_s": 60, "max_behind": 0} if make is make_async else {}
     with Fleet(url, "here") as fleet:
@@ -83,7 +94,9 @@ def test_a_resumed_trainer_goes_on_with_the_next_version(make: Callable[..., Any
 
 
 class Colocated:
-    """As vLLM's `LLM` in the trainer's process, as far as TRL uses it: it keeps what it was told to load, and answers."""
+    """As vLLM's `LLM` in the trainer's process, as far as TRL uses it: it keeps what it was told to load, and
+    answers.
+    """
 
     def __init__(self, **_: Any) -> None:
         self.loaded: dict[str, torch.Tensor] = {}
@@ -93,7 +106,9 @@ class Colocated:
         self.llm_engine = SimpleNamespace(model_executor=SimpleNamespace(driver_worker=runner))
 
     def reset_prefix_cache(self) -> None:
-        self.loaded = {name: tensor.detach().to(torch.bfloat16, copy=True) for name, tensor in self.loaded.items()}
+        self.loaded = {
+            name: tensor.detach().to(torch.bfloat16, copy=True) for name, tensor in self.loaded.items()
+        }
         self.llm_engine.model_executor.driver_worker.model_runner.model.load_weights = self.loaded.update
         self.syncs += 1
 
@@ -103,7 +118,9 @@ class Colocated:
             return SimpleNamespace(token_ids=list(tokens), logprobs=logprobs)
 
         return [
-            SimpleNamespace(prompt_token_ids=prompt["prompt_token_ids"], outputs=[answer(12, 13, 14 + place % 3)])
+            SimpleNamespace(
+                prompt_token_ids=prompt["prompt_token_ids"], outputs=[answer(12, 13, 14 + place % 3)]
+            )
             for place, prompt in enumerate(prompts)
         ]
 
@@ -128,7 +145,8 @@ def test_an_engine_in_the_trainers_process_stays_trls_and_each_step_is_published
     for record in sync.history:
         assert_same_bits(published_bits(url, record.version), recorder.bits[record.step])
     engine = trainer.vllm_generation.llm
-    assert engine.syncs == 3  # once for each batch: by TRL alone, with the weights that the last batch was made of
+    # once for each batch: by TRL alone, with the weights that the last batch was made of
+    assert engine.syncs == 3
     expected = recorder.bits[2]
     assert_same_bits({name: engine.loaded[name] for name in expected}, expected)
 

@@ -1,4 +1,6 @@
-"""What is published is what saving would write, or training is refused before its first step by the method's name."""
+"""What is published is what saving would write, or training is refused before its first step by the method's
+name.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def model_that_saves(change: Callable[[Any, Bits], Bits]) -> Any:
 
     class Own(Qwen3ForCausalLM):
         def save_pretrained(self, *args: Any, state_dict: Any = None, **kwargs: Any) -> Any:
-            return super().save_pretrained(*args, state_dict=change(self, state_dict or self.state_dict()), **kwargs)
+            return super().save_pretrained(
+                *args, state_dict=change(self, state_dict or self.state_dict()), **kwargs
+            )
 
     torch.manual_seed(0)
     return Own(Qwen3Config(**SIZES, tie_word_embeddings=False))
@@ -59,7 +63,9 @@ def rounded(model: Any, state: Bits) -> Bits:
 def test_a_model_that_saves_another_form_is_refused_by_name(
     tmp_path: Path, change: Callable[[Any, Bits], Bits], told: str
 ) -> None:
-    trainer = make_trainer(model_that_saves(change), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel"))
+    trainer = make_trainer(
+        model_that_saves(change), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel")
+    )
     with pytest.raises(ConfigError, match=rf"Own\.save_pretrained saves another model .*{told}"):
         trainer.train()
     assert not (tmp_path / "channel/channel.json").exists()
@@ -68,19 +74,28 @@ def test_a_model_that_saves_another_form_is_refused_by_name(
 
 
 def test_a_model_that_saves_the_same_in_its_own_way_is_published(tmp_path: Path) -> None:
-    url, model = f"file://{tmp_path}/channel", model_that_saves(lambda model, state: dict(reversed(state.items())))
+    url, model = (
+        f"file://{tmp_path}/channel",
+        model_that_saves(lambda model, state: dict(reversed(state.items()))),
+    )
     make_trainer(model, tmp_path / "out", DeltaSyncCallback(url)).train()
     assert_same_bits(published_bits(url), saved_bits(model, tmp_path / "saved"))
 
 
-def test_a_form_that_differs_once_weights_move_ends_publishing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_form_that_differs_once_weights_move_ends_publishing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     """As of a model that saves a moving average, which at first is equal."""
-    first = {name: value.clone() for name, value in model_that_saves(lambda _, state: state).state_dict().items()}
+    first = {
+        name: value.clone() for name, value in model_that_saves(lambda _, state: state).state_dict().items()
+    }
     url, model = f"file://{tmp_path}/channel", model_that_saves(lambda _, state: dict(first))
     sync = DeltaSyncCallback(url)
     make_trainer(model, tmp_path / "out", sync, learning_rate=1e-2).train()
     assert [record.version for record in sync.history] == [1]
-    assert re.search(r"Publishing has ended; training goes on: Own\.save_pretrained saves another model", caplog.text)
+    assert re.search(
+        r"Publishing has ended; training goes on: Own\.save_pretrained saves another model", caplog.text
+    )
 
 
 def test_a_method_that_fails_or_saves_no_safetensors_is_refused(tmp_path: Path) -> None:
@@ -93,7 +108,9 @@ def test_a_method_that_fails_or_saves_no_safetensors_is_refused(tmp_path: Path) 
             torch.save(self.state_dict(), Path(folder) / "pytorch_model.bin")
 
     for kind, told in ((Fails, "it failed: OSError: no"), (Pickles, "saves no safetensors")):
-        trainer = make_trainer(kind(Qwen3Config(**SIZES)), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel"))
+        trainer = make_trainer(
+            kind(Qwen3Config(**SIZES)), tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel")
+        )
         with pytest.raises(ConfigError, match=told):
             trainer.train()
 
@@ -107,7 +124,10 @@ def test_a_state_dict_of_its_own_is_what_is_published_and_saved(tmp_path: Path) 
     url, model = f"file://{tmp_path}/channel", Own(Qwen3Config(**SIZES, tie_word_embeddings=False))
     make_trainer(model, tmp_path / "out", DeltaSyncCallback(url)).train()
     model.save_pretrained(tmp_path / "saved")
-    saved = {name: value.to(torch.bfloat16) for name, value in load_file(tmp_path / "saved/model.safetensors").items()}
+    saved = {
+        name: value.to(torch.bfloat16)
+        for name, value in load_file(tmp_path / "saved/model.safetensors").items()
+    }
     assert "model.final_norm.weight" in saved
     assert_same_bits(published_bits(url), saved)
 

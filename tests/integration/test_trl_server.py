@@ -1,4 +1,5 @@
-"""Trainers of TRL that generate on a real vLLM server, with the callback: one server, one channel, run after run.
+"""Trainers of TRL that generate on a real vLLM server, with the callback: one server, one channel, run after
+run.
 
 The server is started by the README's command alone: prefix caching on, raw log probabilities.
 """
@@ -53,7 +54,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 class Recorder(TrainerCallback):
-    """As a `report_to` integration: registered before the callback, it sees the logs before the callback does."""
+    """As a `report_to` integration: registered before the callback, it sees the logs before the callback
+    does.
+    """
 
     def __init__(self) -> None:
         self.logs: list[dict[str, Any]] = []
@@ -75,13 +78,17 @@ def make_trainer(
     peft_config: Any = None,
     **settings: Any,
 ) -> Any:
-    """A trainer whose every batch is compared with the server: it generated with the trainer's weights, bit for bit."""
+    """A trainer whose every batch is compared with the server: it generated with the trainer's weights, bit
+    for bit.
+    """
     import trl
 
     def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
         model = trainer.model
         adapted = peft_config is not None
-        expected = vllm_server.digests(merged_bits(model, folder / "merged")) if adapted else served_digests(model)
+        expected = (
+            vllm_server.digests(merged_bits(model, folder / "merged")) if adapted else served_digests(model)
+        )
         assert server.json("/deltasync/digest")["sha256"] == expected
         return [float(len(set(ids))) for ids in completion_ids]
 
@@ -114,30 +121,50 @@ def test_grpo_generates_with_its_own_weights_bit_for_bit(server: Server, tmp_pat
     trainer.train()
 
     assert [(record.version, record.step) for record in sync.history] == [(1, 0), (2, 1), (3, 2), (4, 3)]
-    assert [record.ack_s is not None for record in sync.history] == [True, True, True, False]  # nobody waits for the last
-    assert any(record.changed > 0 for record in sync.history[1:])  # where all rewards are equal nothing changes
+    # nobody waits for the last
+    assert [record.ack_s is not None for record in sync.history] == [True, True, True, False]
+    # where all rewards are equal nothing changes
+    assert any(record.changed > 0 for record in sync.history[1:])
     replica = Replica(server.channel)
     replica.sync()
-    expected = {name: tensor.to(replica.state_dict()[name].dtype) for name, tensor in trainer.model.state_dict().items()}
+    expected = {
+        name: tensor.to(replica.state_dict()[name].dtype)
+        for name, tensor in trainer.model.state_dict().items()
+    }
     assert_same_bits(replica.state_dict(), expected)
 
     logs = [line for line in recorder.logs if "loss" in line]
     assert [line["delta_sync/version"] for line in logs] == [1, 2, 3]
-    for name in ("changed_fraction", "payload_bytes", "bits_per_changed", "encode_s", "ack_s", "upload_s", "coalesced"):
+    for name in (
+        "changed_fraction",
+        "payload_bytes",
+        "bits_per_changed",
+        "encode_s",
+        "ack_s",
+        "upload_s",
+        "coalesced",
+    ):
         assert all(f"delta_sync/{name}" in line for line in logs[1:]), name
     assert logs[-1]["delta_sync/changed_fraction"] == sync.history[2].changed_fraction
 
 
-def test_grpo_goes_on_from_a_checkpoint_with_its_weights_on_the_server(server: Server, tmp_path: Path) -> None:
+def test_grpo_goes_on_from_a_checkpoint_with_its_weights_on_the_server(
+    server: Server, tmp_path: Path
+) -> None:
     saving = {"save_strategy": "steps", "save_steps": 1}
     before = DeltaSyncCallback(server.channel, resume=True)
     make_trainer("GRPO", server, tmp_path, before, **saving).train()
     sync = DeltaSyncCallback(server.channel, resume=True)
     trainer = make_trainer("GRPO", server, tmp_path, sync, max_steps=4, **saving)
-    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))  # each batch is compared with the server
+    # each batch is compared with the server
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
     last = before.history[-1]
-    assert [(record.version - last.version, record.step) for record in sync.history] == [(1, 2), (2, 3), (3, 4)]
+    assert [(record.version - last.version, record.step) for record in sync.history] == [
+        (1, 2),
+        (2, 3),
+        (3, 4),
+    ]
     assert [record.kind for record in sync.history] == ["delta"] * 3
     server.wait(lambda status: status["version"] == sync.history[-1].version)
     assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
@@ -161,7 +188,9 @@ def test_rloo_without_vllm_at_the_trainer_asks_the_server_by_its_url(
     assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
 
 
-def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(server: Server, tmp_path: Path) -> None:
+def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(
+    server: Server, tmp_path: Path
+) -> None:
     from peft import LoraConfig
 
     sync = DeltaSyncCallback(server.channel, resume=True)
@@ -169,7 +198,8 @@ def test_grpo_with_an_adapter_generates_with_the_weights_that_trl_merged(server:
     trainer = make_trainer("GRPO", server, tmp_path, sync, peft_config=lora)
     trainer.train()
     assert [record.step for record in sync.history] == [0, 1, 2, 3]
-    assert any(record.changed > 0 for record in sync.history[1:])  # where all rewards are equal nothing changes
+    # where all rewards are equal nothing changes
+    assert any(record.changed > 0 for record in sync.history[1:])
     server.wait(lambda status: status["version"] == sync.history[-1].version)
     assert server.json("/deltasync/digest")["sha256"] == served_digests(trainer.model)
 
@@ -194,17 +224,30 @@ def test_examples(server: Server, tmp_path: Path, example: str, processes: int) 
             "--resume",
         ),
         *("--use_cpu", "--bf16", "false", "--gradient_checkpointing", "false"),
-        *("--max_steps", "2", "--num_generations", "4", "--per_device_train_batch_size", "4", "--ack_timeout_s", "60"),
+        *(
+            "--max_steps",
+            "2",
+            "--num_generations",
+            "4",
+            "--per_device_train_batch_size",
+            "4",
+            "--ack_timeout_s",
+            "60",
+        ),
         cwd=tmp_path,
         processes=processes,
     )
     assert server.wait(lambda status: status["version"] == status["newest_version"])["version"] > before
 
 
-def test_a_server_that_follows_another_run_is_refused_before_anything_is_published(server: Server, tmp_path: Path) -> None:
+def test_a_server_that_follows_another_run_is_refused_before_anything_is_published(
+    server: Server, tmp_path: Path
+) -> None:
     elsewhere = f"file://{tmp_path}/elsewhere"
     sync = DeltaSyncCallback(elsewhere, replicas=[server.url], ack_timeout_s=1.0)
-    with pytest.raises(ConfigError, match=f"follows run .* of {server.channel}, and {elsewhere}, .* Nothing was published"):
+    with pytest.raises(
+        ConfigError, match=f"follows run .* of {server.channel}, and {elsewhere}, .* Nothing was published"
+    ):
         make_trainer("GRPO", server, tmp_path / "out", sync)
     assert not (tmp_path / "elsewhere").exists()
 
@@ -219,7 +262,8 @@ def test_not_waiting_is_not_for_an_on_policy_trainer(server: Server, tmp_path: P
         make_trainer("GRPO", server, tmp_path, DeltaSyncCallback(server.channel, max_behind=1))
 
 
-# --- with a prefix cache that is used, and rewards that are learned --------------------------------------------------
+# --- with a prefix cache that is used, and rewards that are learned
+# --------------------------------------------------
 
 
 def checkpoint_of(server: Server) -> Path:
@@ -301,13 +345,16 @@ def test_async_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> Non
     )
     with prefixes_found(server):
         trainer.train()
-    rewards_of(trainer, sync)  # its samples are up to three versions old; by them, a few steps may learn nothing
+    # its samples are up to three versions old; by them, a few steps may learn nothing
+    rewards_of(trainer, sync)
     assert len(bits.behind) == STALE_STEPS and max(bits.behind) <= 1
     # The channel has more versions than this trainer published, and each token is as old as its reply says.
     logs = [line for line in trainer.state.log_history if "reward" in line]
     assert all(line["delta_sync/unversioned_token_fraction"] == 0 for line in logs)
     assert all(0 <= line["delta_sync/token_lag_mean"] <= line["delta_sync/token_lag_max"] for line in logs)
-    assert all(line["sample/staleness_max"] <= 2 and line["delta_sync/token_lag_max"] <= 2 + 1 for line in logs)
+    assert all(
+        line["sample/staleness_max"] <= 2 and line["delta_sync/token_lag_max"] <= 2 + 1 for line in logs
+    )
 
 
 def test_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
@@ -332,15 +379,22 @@ def test_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
     rewards = rewards_of(trainer, sync)
     assert statistics.fmean(rewards[-3:]) > statistics.fmean(rewards[:3]) + 0.1, rewards
     assert bits.behind == [0] * STEPS  # on-policy
-    # Blocks of another version in the prefix cache would give other log probabilities than the trainer's: about 0.4 apart.
-    apart = [line["sampling/sampling_logp_difference/mean"] for line in trainer.state.log_history if "reward" in line]
+    # Blocks of another version in the prefix cache would give other log probabilities than the trainer's:
+    # about 0.4 apart.
+    apart = [
+        line["sampling/sampling_logp_difference/mean"]
+        for line in trainer.state.log_history
+        if "reward" in line
+    ]
     assert statistics.median(apart) < 0.1, apart
 
 
 def test_another_temperature_needs_processed_log_probabilities(server: Server, tmp_path: Path) -> None:
     from trl import GRPOConfig, GRPOTrainer
 
-    with pytest.raises(ConfigError, match=r"gives raw_logprobs, .* temperature=0\.7: .* --logprobs-mode processed_logprobs"):
+    with pytest.raises(
+        ConfigError, match=r"gives raw_logprobs, .* temperature=0\.7: .* --logprobs-mode processed_logprobs"
+    ):
         GRPOTrainer(
             model=str(checkpoint_of(server)),
             reward_funcs=share_of_digits,

@@ -1,4 +1,6 @@
-"""TRL's trainers on two processes that shard the model, as `trl_ranks` runs them: what they leave, and what they say."""
+"""TRL's trainers on two processes that shard the model, as `trl_ranks` runs them: what they leave, and what
+they say.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def prove(folder: Path, steps: list[int]) -> list[dict[str, Any]]:
     found = told(folder)
     assert [row["error"] for row in found] == [None, None]
     assert found[0]["history"] == found[1]["history"]
-    assert [row[:2] for row in found[0]["history"]] == [[number, step] for number, step in enumerate(steps, start=1)]
+    assert [row[:2] for row in found[0]["history"]] == [
+        [number, step] for number, step in enumerate(steps, start=1)
+    ]
     assert all(row[3] > 0 for row in found[0]["history"][1:])
     for record in records(folder).values():  # what the first rank holds may lie in the record
         assert record.delta is None or any("/001-" in file.key for file in record.delta.parts)

@@ -29,7 +29,9 @@ pytestmark = pytest.mark.trl
 
 
 def _halves(fleet: Fleet, asked: dict[str, Any]) -> tuple[list[int], list[tuple[int, int]]]:
-    """The same tokens for each prompt: half of them from version 1, half from the one that the fleet serves."""
+    """The same tokens for each prompt: half of them from version 1, half from the one that the fleet
+    serves.
+    """
     (live,) = (replica.version for replica in fleet.replicas.values())
     assert live is not None
     return [5 + asked["seed"] % 20] * 8, [(1, 4), (live, 4)]
@@ -44,7 +46,10 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
     """The batch of each step but the first is taken one step ahead, which the lag at the step includes."""
     url = f"file://{tmp_path}/channel"
     sync = DeltaSyncCallback(url, ack_timeout_s=60, max_behind=0, max_token_lag=max_token_lag)
-    with Fleet(url, "replica") as fleet, Completions(fleet.replicas["replica"], functools.partial(_halves, fleet)) as server:
+    with (
+        Fleet(url, "replica") as fleet,
+        Completions(fleet.replicas["replica"], functools.partial(_halves, fleet)) as server,
+    ):
         trainer = make_async_trainer(
             checkpoint,
             sync,
@@ -56,27 +61,35 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
             max_staleness=9,
         )
         trainer.train()
-    # What the fleet served when it was asked: a server that started anew would answer with the weights of its checkpoint.
+    # What the fleet served when it was asked: a server that started anew would answer with the weights of its
+    # checkpoint.
     assert {">=1", ">=2"} <= {demanded for demanded, _ in server.asked}
     assert all(demanded == f">={served}" for demanded, served in server.asked if served == 1)
     assert all(int(demanded[2:]) <= served for demanded, served in server.asked)
     logs = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["delta_sync/token_lag_max"] for line in logs] == oldest
     reader = ChannelReader(open_store(url))
-    told = {found.step: found.token_lag for version in reader.versions() for found in [reader.record(version).record]}
+    told = {
+        found.step: found.token_lag
+        for version in reader.versions()
+        for found in [reader.record(version).record]
+    }
     assert told.pop(0) is msgspec.UNSET
     assert [told[line["step"]][2] for line in logs] == oldest
     assert all(line["delta_sync/unversioned_token_fraction"] == 0 for line in logs)
     for line in logs:
         names = {name.removeprefix("delta_sync/") for name in line if name.startswith("delta_sync/")}
-        assert names & TOKEN_METRICS == TOKEN_METRICS - ({"masked_tokens"} if max_token_lag is None else set())
+        assert names & TOKEN_METRICS == TOKEN_METRICS - (
+            {"masked_tokens"} if max_token_lag is None else set()
+        )
     # What TRL drops stale samples by is what the tokens say. It takes samples for the step after this one.
     if max_token_lag is None:
         assert [line["sample/staleness_max"] for line in logs] == [0, 1, 2]
         assert all(line["delta_sync/stale_token_fraction"] == 0 for line in logs)
     else:
         assert [line["delta_sync/stale_token_fraction"] for line in logs] == [0, 1, 1]
-        assert logs[-1]["delta_sync/token_lag_mean"] == 1  # without the bound half of them would be of version 1
+        # without the bound half of them would be of version 1
+        assert logs[-1]["delta_sync/token_lag_mean"] == 1
         assert sum(line["delta_sync/masked_tokens"] for line in logs) > 0
 
 
@@ -136,5 +149,7 @@ def test_trl_drops_a_sample_by_its_oldest_token_and_trains_no_masked_one() -> No
 
 def test_a_bound_is_refused_where_no_reply_tells_versions(checkpoint: Path, memory_url: str) -> None:
     trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url, max_token_lag=2), [])
-    with pytest.raises(ConfigError, match="max_token_lag needs AsyncGRPOTrainer with TRL's own rollout worker"):
+    with pytest.raises(
+        ConfigError, match="max_token_lag needs AsyncGRPOTrainer with TRL's own rollout worker"
+    ):
         trainer.train()

@@ -1,4 +1,6 @@
-"""TRL's AsyncGRPO with a tool: a conversation of two turns has tokens of two versions, and some that no version made."""
+"""TRL's AsyncGRPO with a tool: a conversation of two turns has tokens of two versions, and some that no
+version made.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def add(a: int, b: int) -> int:
 
 
 def letters_tokenizer() -> PreTrainedTokenizerFast:
-    """One token for each printable character and for each of the template's marks; the demo's chat template."""
+    """One token for each printable character and for each of the template's marks; the demo's chat
+    template.
+    """
     demo = demo_model.build_tokenizer()
     marks = [
         "<|endoftext|>",
@@ -55,10 +59,16 @@ def letters_tokenizer() -> PreTrainedTokenizerFast:
     ]
     words = {word: at for at, word in enumerate([*marks, *string.printable])}
     backend = Tokenizer(models.WordLevel(words, unk_token="?"))
-    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"</?tool_(call|response)>|[\s\S]"), behavior="isolated")
+    backend.pre_tokenizer = pre_tokenizers.Split(
+        Regex(r"</?tool_(call|response)>|[\s\S]"), behavior="isolated"
+    )
     backend.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=marks[2], pad_token=marks[0], unk_token="?", additional_special_tokens=[marks[1]]
+        tokenizer_object=backend,
+        eos_token=marks[2],
+        pad_token=marks[0],
+        unk_token="?",
+        additional_special_tokens=[marks[1]],
     )
     tokenizer.chat_template = demo.chat_template
     return tokenizer
@@ -74,8 +84,11 @@ def checkpoint(tmp_path: Path) -> Path:
     return path
 
 
-def _turns(fleet: Fleet, tokenizer: PreTrainedTokenizerFast) -> Callable[..., tuple[list[int], list[tuple[int, int]]]]:
-    """Asks for the tool, by version 1, and answers when its result is there, by the version that the fleet serves.
+def _turns(
+    fleet: Fleet, tokenizer: PreTrainedTokenizerFast
+) -> Callable[..., tuple[list[int], list[tuple[int, int]]]]:
+    """Asks for the tool, by version 1, and answers when its result is there, by the version that the fleet
+    serves.
 
     The third group gets its answers once that is a later version; TRL takes each group one step ahead.
     """
@@ -96,7 +109,9 @@ def _turns(fleet: Fleet, tokenizer: PreTrainedTokenizerFast) -> Callable[..., tu
     return turn
 
 
-def test_each_turn_has_its_own_version(checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_turn_has_its_own_version(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     url = f"file://{tmp_path}/channel"
     taken: list[Any] = []
     add_batch = TokenAges.add_batch
@@ -108,7 +123,10 @@ def test_each_turn_has_its_own_version(checkpoint: Path, tmp_path: Path, monkeyp
     monkeypatch.setattr(TokenAges, "add_batch", note)
     sync = DeltaSyncCallback(url, ack_timeout_s=60, max_behind=0, max_token_lag=0)
     tokenizer = letters_tokenizer()
-    with Fleet(url, "replica") as fleet, Completions(fleet.replicas["replica"], _turns(fleet, tokenizer)) as server:
+    with (
+        Fleet(url, "replica") as fleet,
+        Completions(fleet.replicas["replica"], _turns(fleet, tokenizer)) as server,
+    ):
         trainer = make_async_trainer(
             checkpoint,
             sync,
@@ -129,12 +147,17 @@ def test_each_turn_has_its_own_version(checkpoint: Path, tmp_path: Path, monkeyp
         ids, mask = np.asarray(sample["input_ids"]), np.asarray(sample["completion_mask"], dtype=bool)
         versions = sample["metrics"].versions
         made = versions != UNKNOWN
-        (first, second) = np.split(np.flatnonzero(made), np.flatnonzero(np.diff(np.flatnonzero(made)) > 1) + 1)
-        assert tokenizer.decode(ids[first]) == f"{CALL}<|im_end|>" and tokenizer.decode(ids[second]).startswith(ANSWER)
+        (first, second) = np.split(
+            np.flatnonzero(made), np.flatnonzero(np.diff(np.flatnonzero(made)) > 1) + 1
+        )
+        assert tokenizer.decode(ids[first]) == f"{CALL}<|im_end|>" and tokenizer.decode(
+            ids[second]
+        ).startswith(ANSWER)
         assert "<tool_response>\n42\n</tool_response>" in tokenizer.decode(ids[first[-1] + 1 : second[0]])
         (asked,), (answered,) = set(versions[first].tolist()), set(versions[second].tolist())
         assert asked == 1 and not mask[~made].any() and mask[second].all()
         masked.add((answered > 1, not mask[first].any()))
-    # What an older version had asked for is not trained once a newer one has answered; by then that is one version old.
+    # What an older version had asked for is not trained once a newer one has answered; by then that is one
+    # version old.
     assert (False, False) in masked and (True, True) in masked and (True, False) not in masked
     assert_same_bits(published_bits(url), saved_bits(trainer.model, tmp_path / "saved"))

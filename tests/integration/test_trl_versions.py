@@ -51,7 +51,17 @@ for check in (Made, lambda: compat.replace_client(lambda base: base)):
 
 
 def fetch(version: str, folder: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", f"trl=={version}", "--dest", str(folder)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "download",
+        "--quiet",
+        "--no-deps",
+        f"trl=={version}",
+        "--dest",
+        str(folder),
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     if done.returncode:
         pytest.skip(f"pip cannot fetch trl {version}: {done.stderr.strip().splitlines()[-1]}")
@@ -67,8 +77,15 @@ def fetch(version: str, folder: Path) -> Path:
 )
 def test_what_this_trl_offers(version: str, weight_transfer: bool, client: bool, tmp_path: Path) -> None:
     site = fetch(version, tmp_path)
-    environ = {**os.environ, "PYTHONPATH": f"{site}:{Path(__file__).parents[2]}", "TRL_EXPERIMENTAL_SILENCE": "1", "CI": "1"}
-    done = subprocess.run([sys.executable, "-c", CHECK], env=environ, capture_output=True, text=True, timeout=300)
+    environ = {
+        **os.environ,
+        "PYTHONPATH": f"{site}:{Path(__file__).parents[2]}",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+        "CI": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", CHECK], env=environ, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     answers = done.stdout.splitlines()
     assert [answer == "taken" for answer in answers] == [weight_transfer, client], answers
@@ -83,7 +100,11 @@ def test_what_this_trl_offers(version: str, weight_transfer: bool, client: bool,
         called = set(re.findall(r"\.weight_transfer\.(\w+)\(", source))
         assert called == {"init_weight_transfer", "pause", "send_weights", "resume", "destroy"}
         # The callback hears of on_init_end before the transfer is built, and it is built by this name.
-        assert 0 < source.index("        super().__init__(") < source.index("self.weight_transfer = WeightTransferClient(")
+        assert (
+            0
+            < source.index("        super().__init__(")
+            < source.index("self.weight_transfer = WeightTransferClient(")
+        )
         assert source.count("_init_lora_sync(") in (0, 2)
         assert all(callable(getattr(DeltaWeightTransfer, name)) for name in called)
         # The stream of the main process, and of the others.

@@ -1,4 +1,6 @@
-"""A model that sees: its tensors have other names in memory than in a checkpoint, and a trainer publishes the latter."""
+"""A model that sees: its tensors have other names in memory than in a checkpoint, and a trainer publishes the
+latter.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,13 @@ def test_every_step_is_published_as_it_would_be_saved(tmp_path: Path) -> None:
     rope = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
     tower = {"depth": 2, "embed_dim": 32, "num_heads": 2, "mlp_ratio": 2, "hidden_size": SIZES["hidden_size"]}
     config = Qwen2VLConfig(
-        text_config={**SIZES, "rope_parameters": rope, "bos_token_id": None, "eos_token_id": 1, "pad_token_id": 0},
+        text_config={
+            **SIZES,
+            "rope_parameters": rope,
+            "bos_token_id": None,
+            "eos_token_id": 1,
+            "pad_token_id": 0,
+        },
         vision_config=tower,
         image_token_id=100,
         video_token_id=101,

@@ -35,7 +35,10 @@ ACTORS, SERVERS, SHAPE = 2, 3, (64, 48)
 
 def trained(step: int) -> dict[str, torch.Tensor]:
     """A few elements change in each step."""
-    weights = {name: torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16) for name in "ab"}
+    weights = {
+        name: torch.randn(SHAPE, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+        for name in "ab"
+    }
     for each in range(1, step + 1):
         weights["a"].view(torch.int16).view(-1)[each * 7 : each * 7 + 5] += 1
     return weights
@@ -48,7 +51,10 @@ class Actor(Worker):
         super().__init__()
         import_external_libs(config.custom_backend_module)
         self.checkpoint_engine = CheckpointEngineRegistry.new(
-            config.backend, is_master=self.rank == 0, bucket_size=1 << 20, **config.engine_kwargs[config.backend]
+            config.backend,
+            is_master=self.rank == 0,
+            bucket_size=1 << 20,
+            **config.engine_kwargs[config.backend],
         )
         self.gathered: list[str] = []
 
@@ -127,7 +133,9 @@ def _group(cls: type, count: int, *args: Any) -> Any:
 def test_rollouts_get_the_bits_of_each_step(cluster: None, tmp_path: Path) -> None:
     channel = f"file://{tmp_path}/channel"
     config = CheckpointEngineConfig(
-        backend="deltasync", custom_backend_module="trl_callback.verl", engine_kwargs={"deltasync": {"channel": channel}}
+        backend="deltasync",
+        custom_backend_module="trl_callback.verl",
+        engine_kwargs={"deltasync": {"channel": channel}},
     )
     actors = _group(Actor, ACTORS, config)
     servers = _group(ServerWorker, SERVERS, _Rollout(config))
@@ -142,7 +150,9 @@ def test_rollouts_get_the_bits_of_each_step(cluster: None, tmp_path: Path) -> No
         for live in servers.live():
             wanted = trained(step)
             assert live.keys() == wanted.keys()
-            assert all(torch.equal(live[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted)
+            assert all(
+                torch.equal(live[name].view(torch.int16), wanted[name].view(torch.int16)) for name in wanted
+            )
     assert metrics["deltasync/payload_bytes"] < 2000
     assert all(names == ["a", "b"] * 3 for names in actors.names())  # all actors took part in gathering
     reader = ChannelReader(open_store(channel))

@@ -22,7 +22,14 @@ from safetensors.torch import load_file, save_file
 
 from deltasync import Publisher, Replica
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import ChainError, ChannelInUseError, ConfigError, CorruptDataError, DeltaSyncError, ModelMismatchError
+from deltasync.errors import (
+    ChainError,
+    ChannelInUseError,
+    ConfigError,
+    CorruptDataError,
+    DeltaSyncError,
+    ModelMismatchError,
+)
 from deltasync.interchange import Export, Import
 from deltasync.ops.cli import main
 from deltasync.stores import open_store
@@ -65,7 +72,8 @@ def bytes_of(tensor: torch.Tensor) -> np.ndarray:
 
 def same(one: State, other: State) -> bool:
     return one.keys() == other.keys() and all(
-        one[name].dtype == other[name].dtype and np.array_equal(bytes_of(one[name]), bytes_of(other[name])) for name in one
+        one[name].dtype == other[name].dtype and np.array_equal(bytes_of(one[name]), bytes_of(other[name]))
+        for name in one
     )
 
 
@@ -75,7 +83,9 @@ def write_full(folder: Path, state: State) -> None:
     (folder / "config.json").write_text('{"model_type": "llama"}')
 
 
-def write_delta(folder: Path, number: int, old: State, new: State, encoding: str = "xor", **metadata: str) -> None:
+def write_delta(
+    folder: Path, number: int, old: State, new: State, encoding: str = "xor", **metadata: str
+) -> None:
     """As the layout's trainers write it, in two files."""
     folder.mkdir(parents=True)
     weight_map = {}
@@ -88,7 +98,9 @@ def write_delta(folder: Path, number: int, old: State, new: State, encoding: str
             if encoding == "overwrite":
                 at = np.flatnonzero(data).astype("<u4")
                 data = np.concatenate([np.array([at.size], "<u4").view(np.uint8), at.view(np.uint8), now[at]])
-            entries[name] = np.frombuffer(zstandard.ZstdCompressor(level=1).compress(data.tobytes()), np.uint8)
+            entries[name] = np.frombuffer(
+                zstandard.ZstdCompressor(level=1).compress(data.tobytes()), np.uint8
+            )
             sums[name] = f"{zlib.adler32(now.tobytes()):08x}"
             weight_map[name] = file
         if entries:
@@ -101,7 +113,9 @@ def write_delta(folder: Path, number: int, old: State, new: State, encoding: str
         "checksum_format": "adler32",
         **metadata,
     }
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": said, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": said, "weight_map": weight_map})
+    )
 
 
 def read_dirs(root: Path) -> Iterator[tuple[int, State]]:
@@ -128,7 +142,9 @@ def read_dirs(root: Path) -> Iterator[tuple[int, State]]:
                         bytes_B[:] = bytes_B ^ data
                     else:
                         count = int.from_bytes(data[:4].tobytes(), "little")
-                        bytes_B[np.frombuffer(data[4 : 4 + 4 * count].tobytes(), "<u4")] = data[4 + 4 * count :]
+                        bytes_B[np.frombuffer(data[4 : 4 + 4 * count].tobytes(), "<u4")] = data[
+                            4 + 4 * count :
+                        ]
                     assert sums[name] == SUMS[index["metadata"]["checksum_format"]](bytes_B.tobytes())
         yield int(index["metadata"]["version"]), state
 
@@ -290,7 +306,9 @@ def write_parts(folder: Path, parts: dict[str, State], weight_map: dict[str, str
     folder.mkdir(parents=True)
     for file, state in parts.items():
         save_file(state, folder / file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
 
 
 @pytest.mark.parametrize(
@@ -343,7 +361,9 @@ def test_a_delta_in_a_lone_file_is_nothing_before_its_index(tmp_path: Path) -> N
     text = index.read_text().replace(file.name, "model.safetensors")
     index.unlink()
     bridge, followed = Import(source, target), Followed(target)
-    assert followed.take(bridge.versions()) == 0 and "no model.safetensors.index.json" in str(bridge.unfinished)
+    assert followed.take(bridge.versions()) == 0 and "no model.safetensors.index.json" in str(
+        bridge.unfinished
+    )
     write_full(source / "weight_v000004", old)
     assert followed.take(bridge.versions()) == 1 and bridge.unfinished is not None
     index.write_text(text)
@@ -417,7 +437,9 @@ def killed(arguments: list[str], where: str) -> None:
         ("log.Log.append", True),
     ],
 )
-def test_a_relay_that_was_killed_is_continued_by_the_same_command(tmp_path: Path, where: str, named_base: bool) -> None:
+def test_a_relay_that_was_killed_is_continued_by_the_same_command(
+    tmp_path: Path, where: str, named_base: bool
+) -> None:
     old, source, target = model(), tmp_path / "dirs", f"file://{tmp_path}/channel"
     new = train(old, 5)
     write_full(tmp_path / "base" if named_base else source / "weight_v000000", old)
@@ -431,7 +453,9 @@ def test_a_relay_that_was_killed_is_continued_by_the_same_command(tmp_path: Path
 
 
 def test_a_channel_of_somebody_else_stays_refused_after_an_attempt(tmp_path: Path) -> None:
-    """What was noted before the opening is no claim on a channel that another publisher opens at that moment."""
+    """What was noted before the opening is no claim on a channel that another publisher opens at that
+    moment.
+    """
     target = f"file://{tmp_path}/channel"
     write_full(tmp_path / "dirs" / "v7", model(1))
     arguments = ["relay", f"weight_v+file://{tmp_path}/dirs", target, "--once", "--json"]
@@ -448,7 +472,10 @@ def test_directories_whose_relay_was_killed_are_continued(tmp_path: Path, where:
     url, root, states = f"file://{tmp_path}/channel", tmp_path / "dirs", [model()]
     with Publisher(url, dtype="keep") as publisher:
         publisher.publish(states[0].items()).wait()
-        killed(["relay", url, f"weight_v+{root}", "--once", "--json"], f"deltasync.interchange.bridge.Export.{where}")
+        killed(
+            ["relay", url, f"weight_v+{root}", "--once", "--json"],
+            f"deltasync.interchange.bridge.Export.{where}",
+        )
         for step in range(1, later + 1):
             states.append(train(states[-1], step))
             publisher.publish(states[-1].items()).wait()
@@ -456,7 +483,10 @@ def test_directories_whose_relay_was_killed_are_continued(tmp_path: Path, where:
         if later:
             states.append(train(states[-1], 5))
             publisher.publish(states[-1].items()).wait()
-            killed(["relay", url, f"weight_v+{root}", "--once", "--json"], "deltasync.interchange.bridge.Export._end")
+            killed(
+                ["relay", url, f"weight_v+{root}", "--once", "--json"],
+                "deltasync.interchange.bridge.Export._end",
+            )
             command("relay", url, f"weight_v+{root}", "--once", "--json")
     back, followed = Import(root, f"file://{tmp_path}/back"), Followed(f"file://{tmp_path}/back")
     followed.take(back.versions())
@@ -493,7 +523,9 @@ def test_another_channel_is_not_continued(tmp_path: Path) -> None:
         list(Import(tmp_path / "dirs", f"file://{tmp_path}/other").versions())
 
 
-@pytest.mark.parametrize(("encoding", "algorithm"), [("xor", "adler32"), ("overwrite", "xxh3-128"), ("xor", "blake3")])
+@pytest.mark.parametrize(
+    ("encoding", "algorithm"), [("xor", "adler32"), ("overwrite", "xxh3-128"), ("xor", "blake3")]
+)
 def test_fifty_versions_of_a_channel_become_directories_with_equal_bits(
     tmp_path: Path, encoding: str, algorithm: str
 ) -> None:
@@ -549,8 +581,12 @@ def test_commands_make_a_channel_of_directories_and_directories_of_a_channel(tmp
     assert report.exit_code == 0, report.output
     written = command("export", channel, 2, tmp_path / "out", "--layout", "weight_v", "--json")
     assert [row["version"] for row in written] == [1, 2]
-    assert [number for number, state in read_dirs(tmp_path / "out") if same(state, old if number == 1 else new)] == [1, 2]
-    assert command("relay", channel, f"weight_v+file://{tmp_path}/newest", "--once", "--json")[0]["version"] == 2
+    assert [
+        number for number, state in read_dirs(tmp_path / "out") if same(state, old if number == 1 else new)
+    ] == [1, 2]
+    assert (
+        command("relay", channel, f"weight_v+file://{tmp_path}/newest", "--once", "--json")[0]["version"] == 2
+    )
     assert same(dict(read_dirs(tmp_path / "newest"))[2], new)
 
 
@@ -572,7 +608,9 @@ def test_other_uses_are_refused_in_one_sentence(arguments: tuple[str, ...], word
 def modelexpress(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """ModelExpress's own receiver (`make services`)."""
     monkeypatch.syspath_prepend(str(SERVICES))
-    pytest.importorskip("modelexpress_rl", reason="no modelexpress here (make services)", exc_type=ImportError)
+    pytest.importorskip(
+        "modelexpress_rl", reason="no modelexpress here (make services)", exc_type=ImportError
+    )
     yield
     for name in [name for name in sys.modules if name.partition(".")[0].startswith("modelexpress")]:
         del sys.modules[name]
@@ -622,7 +660,9 @@ def test_modelexpress_reads_what_a_channel_becomes(tmp_path: Path) -> None:
     held = receiver._LocalCheckpoint(model_name="tiny", config=config, s3=Bucket(root))
     held.initialize()
     prepared = held.prepare_chain(versions)
-    assert same({n: t for path in prepared.path.glob("*.safetensors") for n, t in load_file(path).items()}, states[-1])
+    assert same(
+        {n: t for path in prepared.path.glob("*.safetensors") for n, t in load_file(path).items()}, states[-1]
+    )
 
 
 @pytest.mark.usefixtures("modelexpress")

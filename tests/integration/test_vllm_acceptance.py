@@ -1,4 +1,5 @@
-"""The README's command with each supported version of vLLM (`make test-vllm`): bits, answers, spans, requests in flight.
+"""The README's command with each supported version of vLLM (`make test-vllm`): bits, answers, spans, requests
+in flight.
 
 What a version should answer is asked of a server that has just loaded it, without deltasync.
 """
@@ -28,10 +29,16 @@ VERSIONS = 4
 PROMPTS = [[*range(5, 45)] * 8, [7, 8, 9, 10] * 70, [*range(9, 39)]]
 
 
-def ask(server: Server, prompt: list[int], count: int = 12, **fields: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
+def ask(
+    server: Server, prompt: list[int], count: int = 12, **fields: Any
+) -> tuple[dict[str, Any], list[list[int]] | None]:
     """The choice, and its spans if this vLLM knows them."""
     with server.open("/v1/completions", body_of(server, prompt, count, **fields)) as reply:
-        spans = json.loads(reply.headers["x-deltasync-spans"])[0] if "x-deltasync-spans" in reply.headers else None
+        spans = (
+            json.loads(reply.headers["x-deltasync-spans"])[0]
+            if "x-deltasync-spans" in reply.headers
+            else None
+        )
         return json.load(reply)["choices"][0], spans
 
 

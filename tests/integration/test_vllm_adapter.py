@@ -27,7 +27,9 @@ from trl_callback import DeltaSyncCallback, gather
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
-LORA = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+LORA = LoraConfig(
+    r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False
+)
 STEPS = 3
 
 
@@ -38,7 +40,9 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(checkpoint: Path) -> Iterator[Server]:
-    """Nothing but `--adapter` makes it follow; vLLM's own routes are there to load what it is compared with."""
+    """Nothing but `--adapter` makes it follow; vLLM's own routes are there to load what it is compared
+    with.
+    """
     scratch = checkpoint.parent / "scratch"
     scratch.mkdir()
     environ = {"TMPDIR": str(scratch), "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
@@ -74,7 +78,9 @@ class Comparer(TrainerCallback):
         self.server.wait(lambda status: status["version"] == version)
         own = self.checkpoint.parent / f"own-v{version}"
         model.save_pretrained(own)  # in float32, of which vLLM makes bfloat16
-        saved = {name: tensor.bfloat16() for name, tensor in load_file(own / "adapter_model.safetensors").items()}
+        saved = {
+            name: tensor.bfloat16() for name, tensor in load_file(own / "adapter_model.safetensors").items()
+        }
         folder = written(self.checkpoint)[f"policy-v{version}"]
         assert sha256(load_file(folder / "adapter_model.safetensors")) == sha256(saved)
         assert json.loads((folder / "adapter_config.json").read_bytes()) == json.loads(
@@ -159,7 +165,10 @@ def test_an_adapter_of_another_base_leaves_the_one_before(server: Server, checkp
             version = publisher.publish(tensors.items()).wait(PATIENCE_S).version
         if weights is other:
             failed = server.wait(lambda status: status["state"] == "failed")
-            assert f"was trained on another-model, and {checkpoint}, which is served here, has other" in failed["error"]
+            assert (
+                f"was trained on another-model, and {checkpoint}, which is served here, has other"
+                in failed["error"]
+            )
             assert f"weights: {last}." in failed["error"]
             assert (failed["version"], failed["newest_version"]) == (status["version"], version)
         else:
@@ -174,7 +183,10 @@ def test_an_adapter_that_vllm_cannot_load_leaves_the_one_before(server: Server, 
     tensors = load_file(folder / "adapter_model.safetensors")
     config = json.loads((folder / "adapter_config.json").read_bytes()) | {"r": 64}
     with Publisher(
-        server.channel, resume=True, anchor_every=1, model_files={"adapter_config.json": json.dumps(config).encode()}
+        server.channel,
+        resume=True,
+        anchor_every=1,
+        model_files={"adapter_config.json": json.dumps(config).encode()},
     ) as publisher:
         version = publisher.publish(tensors.items()).wait(PATIENCE_S).version
         failed = server.wait(lambda status: status["state"] == "failed")
@@ -184,7 +196,10 @@ def test_an_adapter_that_vllm_cannot_load_leaves_the_one_before(server: Server, 
         assert greedy(server, "policy") == before
     config["r"] = LORA.r
     with Publisher(
-        server.channel, resume=True, anchor_every=1, model_files={"adapter_config.json": json.dumps(config).encode()}
+        server.channel,
+        resume=True,
+        anchor_every=1,
+        model_files={"adapter_config.json": json.dumps(config).encode()},
     ) as publisher:
         publisher.publish(tensors.items()).wait(PATIENCE_S)
     server.wait(lambda status: status["version"] == version + 1)

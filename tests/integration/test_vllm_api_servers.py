@@ -1,4 +1,6 @@
-"""A real `vllm serve` with several API servers and engines: whichever server answers, its labels are right."""
+"""A real `vllm serve` with several API servers and engines: whichever server answers, its labels are
+right.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,13 @@ def server(tmp_path_factory: pytest.TempPathFactory, log: Path) -> Iterator[Serv
     server = Server(f"http://127.0.0.1:{port}", channel, weights)
     arguments = ["--host", "127.0.0.1", "--port", str(port), "--max-num-seqs", "16"]
     arguments += ["--api-server-count", str(SERVERS), "--data-parallel-size", str(ENGINES)]
-    environ = {"DELTASYNC_CHANNEL": channel, "DELTASYNC_POLL_INTERVAL_S": "0.05", "DELTASYNC_REPLICA_ID": "test-server"}
-    environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}  # for /pause, and what each server logs
+    environ = {
+        "DELTASYNC_CHANNEL": channel,
+        "DELTASYNC_POLL_INTERVAL_S": "0.05",
+        "DELTASYNC_REPLICA_ID": "test-server",
+    }
+    # for /pause, and what each server logs
+    environ |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_LOGGING_LEVEL": "INFO"}
     with one_thread(), serve(checkpoint, log, *arguments, **environ) as child:
         said = "Application startup complete"
         child.wait_until(lambda: log.read_text().count(said) == SERVERS, 2 * PATIENCE_S, "to start")
@@ -71,14 +78,22 @@ def answering(log: Path, server: Server) -> set[int]:
     """The API servers that have a connection to a client."""
     port, found = int(server.url.rpartition(":")[2]), {*processes(log)}
     return {
-        pid for pid in found if any(each.laddr.port == port for each in psutil.Process(pid).net_connections() if each.raddr)
+        pid
+        for pid in found
+        if any(each.laddr.port == port for each in psutil.Process(pid).net_connections() if each.raddr)
     }
 
 
 def ask(server: Server, count: int, wanted: str | None = None, **headers: str) -> dict[str, Any] | None:
     """A reply's versions, spans and tokens; None if the version that it demands was not served."""
     model = server.json("/v1/models")["data"][0]["id"]
-    body = {"model": model, "prompt": PROMPT, "max_tokens": count, "ignore_eos": True, "return_token_ids": True}
+    body = {
+        "model": model,
+        "prompt": PROMPT,
+        "max_tokens": count,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     if wanted is not None:
         headers |= {"x_deltasync_version": wanted, "x_deltasync_timeout": "60"}
     try:
@@ -103,7 +118,9 @@ def check_demand(found: dict[str, Any], wanted: str, newest: int) -> None:
         assert found["first"] >= (newest if wanted == ">=latest" else int(wanted[2:]))
 
 
-def test_all_servers_label_wait_and_report_alike_over_many_versions_under_load(server: Server, log: Path) -> None:
+def test_all_servers_label_wait_and_report_alike_over_many_versions_under_load(
+    server: Server, log: Path
+) -> None:
     done, newest, refused = threading.Event(), [1], Counter[str]()
     failures: list[BaseException] = []
     answered: set[int] = set()
@@ -116,7 +133,9 @@ def test_all_servers_label_wait_and_report_alike_over_many_versions_under_load(s
                 wanted = pick.choice([None, None, str(known), f">={known}", ">=latest", f">={known + 1}"])
                 if wanted == f">={known + 1}" and known > VERSIONS:
                     continue
-                found = ask(server, pick.randint(1, 12), wanted, X_data_parallel_rank=str(pick.randrange(ENGINES)))
+                found = ask(
+                    server, pick.randint(1, 12), wanted, X_data_parallel_rank=str(pick.randrange(ENGINES))
+                )
                 if found is None:
                     assert wanted == str(known), f"{wanted} was refused"
                 elif wanted is not None:
@@ -150,7 +169,9 @@ def test_all_servers_label_wait_and_report_alike_over_many_versions_under_load(s
         found = [*pool.map(lambda headers: ask(server, 5, **headers), engines)]
         states = [*pool.map(lambda _: server.status(), range(16))]
         digests = [*pool.map(lambda _: server.json("/deltasync/digest"), range(4))]
-    assert {(each["first"], each["last"], *each["made"]) for each in found if each is not None} == {(last, last, last)}
+    assert {(each["first"], each["last"], *each["made"]) for each in found if each is not None} == {
+        (last, last, last)
+    }
     assert {(state["version"], state["sha256"], state["boot"], state["state"]) for state in states} == {
         (last, states[0]["sha256"], states[0]["boot"], "serving")
     }
@@ -189,7 +210,8 @@ def test_other_clients_may_pause_through_any_server(server: Server) -> None:
 def test_a_server_that_ends_changes_nothing(server: Server, log: Path) -> None:
     """Another one follows, also if it is the one that does, unless vLLM ends all of them.
 
-    vLLM 0.32 does that when one crashes, and when it looks for the exit code of one that ended in order too early.
+    vLLM 0.32 does that when one crashes, and when it looks for the exit code of one that ended in order too
+    early.
     """
     before, boot = leader(log), server.status()["boot"]
     os.kill(before, signal.SIGTERM)

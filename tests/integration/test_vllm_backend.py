@@ -32,7 +32,12 @@ EXTENSION = ("--worker-extension-cls", "tests.integration.live_bits.LiveBits")
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    fields = {"vocab_size": 71, "intermediate_size": 192, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    fields = {
+        "vocab_size": 71,
+        "intermediate_size": 192,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    }
     return save_model(tmp_path_factory.mktemp("vllm"), Qwen2Config, **fields)
 
 
@@ -41,7 +46,9 @@ def server(checkpoint: Path) -> Iterator[Server]:
     cores = sorted(os.sched_getaffinity(0))[-2:]
     bind = "|".join(map(str, cores))
     parallel = ("--tensor-parallel-size", "2")
-    with serving(checkpoint, *BACKEND, *EXTENSION, *parallel, cores=cores, VLLM_CPU_OMP_THREADS_BIND=bind) as server:
+    with serving(
+        checkpoint, *BACKEND, *EXTENSION, *parallel, cores=cores, VLLM_CPU_OMP_THREADS_BIND=bind
+    ) as server:
         yield server
 
 
@@ -84,13 +91,17 @@ def assert_live(server: Server, checkpoint: Path, weights: dict[str, Any]) -> No
     bits, tokens = live_bits(server), greedy(server)
     folder = checkpoint.parent / "expected"
     shutil.copytree(checkpoint, folder, dirs_exist_ok=True)
-    save_file({name: cast(tensor, "bfloat16") for name, tensor in weights.items()}, folder / "model.safetensors")
+    save_file(
+        {name: cast(tensor, "bfloat16") for name, tensor in weights.items()}, folder / "model.safetensors"
+    )
     rpc(server, "reload_weights", weights_path=str(folder))
     assert live_bits(server) == bits
     assert greedy(server) == tokens
 
 
-def test_a_push_to_an_empty_channel_says_so_and_the_loaded_weights_stay(server: Server, checkpoint: Path) -> None:
+def test_a_push_to_an_empty_channel_says_so_and_the_loaded_weights_stay(
+    server: Server, checkpoint: Path
+) -> None:
     server.json("/init_weight_transfer_engine", {"init_info": {}})
     assert "holds no channel yet" in refused_push(server, {})
     bad = {"init_info": {"channel": "nowhere://x"}}
@@ -154,10 +165,15 @@ def test_a_push_without_a_pause_keeps_running_requests(server: Server, checkpoin
         ({"version": 999}, "Version 999 is not published; the newest is version"),
         ({"version": "7"}, "version must be a whole number from 1, or null for the newest, not '7'"),
         ({"version": 0}, "version must be a whole number from 1"),
-        ({"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2]]}, "unexpected keyword argument 'names'"),
+        (
+            {"names": ["w"], "dtype_names": ["bfloat16"], "shapes": [[2]]},
+            "unexpected keyword argument 'names'",
+        ),
     ],
 )
-def test_what_cannot_be_served_is_refused_and_changes_nothing(server: Server, update_info: object, said: str) -> None:
+def test_what_cannot_be_served_is_refused_and_changes_nothing(
+    server: Server, update_info: object, said: str
+) -> None:
     before, tokens = live_bits(server), greedy(server)
     for _ in range(2):  # replies of the two workers would be out of step the second time
         assert said in refused_push(server, update_info)
@@ -169,7 +185,9 @@ def test_a_bad_channel_is_refused(server: Server) -> None:
     path = "/init_weight_transfer_engine"
     other = refusal(server, path, {"init_info": {"channel": f"{server.channel}2"}})
     assert "Callers may not name" in other and "DELTASYNC_ALLOWED_CHANNELS" in other
-    elsewhere = refusal(server, path, {"init_info": {"channel": "s3://bucket/run?endpoint=http://127.0.0.1:1"}})
+    elsewhere = refusal(
+        server, path, {"init_info": {"channel": "s3://bucket/run?endpoint=http://127.0.0.1:1"}}
+    )
     assert "Only the server's settings may have options" in elsewhere
     assert "unexpected keyword argument 'port'" in refusal(server, path, {"init_info": {"port": 1}})
     server.json(path, {"init_info": {"channel": server.channel}})
@@ -187,7 +205,9 @@ def test_a_damaged_record_leaves_the_old_bits_until_it_is_repaired(server: Serve
     assert_live(server, checkpoint, server.weights)
 
 
-def test_a_version_with_other_bits_than_it_promises_is_rolled_back_by_both(server: Server, checkpoint: Path) -> None:
+def test_a_version_with_other_bits_than_it_promises_is_rolled_back_by_both(
+    server: Server, checkpoint: Path
+) -> None:
     before, tokens = live_bits(server), greedy(server)
     server.step()
     with server.publishing_a_wrong_fingerprint():
@@ -228,7 +248,9 @@ save_file(dict(model.named_parameters()), saved)
 """
 
 
-def test_vllms_own_trainer_side_pushes_by_its_factory_and_client(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+def test_vllms_own_trainer_side_pushes_by_its_factory_and_client(
+    server: Server, checkpoint: Path, tmp_path: Path
+) -> None:
     saved = tmp_path / "sent.safetensors"
     command = [sys.executable, "-c", TRAIN, str(checkpoint), server.channel, server.url, str(saved)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)

@@ -1,4 +1,6 @@
-"""What else a real vLLM does while it follows: adapters, guesses of the next tokens, pauses of other clients, sleep."""
+"""What else a real vLLM does while it follows: adapters, guesses of the next tokens, pauses of other clients,
+sleep.
+"""
 
 from __future__ import annotations
 
@@ -171,17 +173,25 @@ def test_a_draft_model_keeps_its_own_weights(tmp_path: Path) -> None:
 
 
 def save_bigram(folder: Path, layers: int, *names: str) -> dict[str, torch.Tensor]:
-    """A Llama whose layers add nothing, so that each token follows from the last. Returns its tensors with such names."""
-    path = save_model(folder, LlamaConfig, intermediate_size=192, num_hidden_layers=layers) / "model.safetensors"
+    """A Llama whose layers add nothing, so that each token follows from the last. Returns its tensors with
+    such names.
+    """
+    path = (
+        save_model(folder, LlamaConfig, intermediate_size=192, num_hidden_layers=layers) / "model.safetensors"
+    )
     tensors = load_file(path)
     for name, tensor in tensors.items():
         if name.endswith(("o_proj.weight", "down_proj.weight")):
             tensor.zero_()
-    return {name: tensor for name, tensor in tensors.items() if not names or any(part in name for part in names)}
+    return {
+        name: tensor for name, tensor in tensors.items() if not names or any(part in name for part in names)
+    }
 
 
 def test_an_eagle_head_that_is_trained_too_keeps_being_accepted(tmp_path: Path) -> None:
-    """Each version changes signs before the head, in the model and in its draft: with old ones the draft only guesses."""
+    """Each version changes signs before the head, in the model and in its draft: with old ones the draft only
+    guesses.
+    """
     own = save_bigram(tmp_path / "draft", 1, "self_attn", "mlp", "post_attention_layernorm")
     head = {name.removeprefix("model."): tensor for name, tensor in own.items()}
     head["fc.weight"] = torch.cat([torch.eye(128), torch.zeros(128, 128)], 1).to(torch.bfloat16)
@@ -201,7 +211,9 @@ def test_an_eagle_head_that_is_trained_too_keeps_being_accepted(tmp_path: Path) 
             now = [drafted_tokens(server, what) for what in ("accepted", "draft")]
             accepted.append((now[0] - before[0]) / (now[1] - before[1]))
         status = server.status()
-    assert status["draft"] == "EagleLlamaForCausalLM, which drafts tokens, is followed as a part of the model."
+    assert (
+        status["draft"] == "EagleLlamaForCausalLM, which drafts tokens, is followed as a part of the model."
+    )
     assert (status["patched_tensors"], status["ignored_tensors"]) == (len(server.weights), 0)
     assert min(accepted) > 0.9
 

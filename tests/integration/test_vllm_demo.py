@@ -27,4 +27,5 @@ def test_the_demo_proves_its_bits(tmp_path: Path) -> None:
     assert summary["bit_exact_versions"][-1] == steps + 1 and len(summary["bit_exact_versions"]) > 1
     lines = [json.loads(line) for line in (out / "published.jsonl").read_text().splitlines()]
     assert [line["version"] for line in lines] == [*range(1, steps + 2)]
-    assert len({line["sha256"]["lm_head.weight"] for line in lines}) == steps + 1  # each version has weights of its own
+    # each version has weights of its own
+    assert len({line["sha256"]["lm_head.weight"] for line in lines}) == steps + 1

@@ -1,4 +1,6 @@
-"""A real vLLM that keeps weights in a layout of its own: expert layers on the CPU, which it packs for its kernels."""
+"""A real vLLM that keeps weights in a layout of its own: expert layers on the CPU, which it packs for its
+kernels.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def test_versions_are_committed(server: Server) -> None:
     assert greedy(server, token_count=60) != before
 
 
-def test_tokens_are_those_of_a_server_that_loaded_the_weights(server: Server, checkpoint: Path, tmp_path: Path) -> None:
+def test_tokens_are_those_of_a_server_that_loaded_the_weights(
+    server: Server, checkpoint: Path, tmp_path: Path
+) -> None:
     """What the fingerprint cannot see: packed weights that do what the published ones do."""
     server.publish_anchor()
     expected = greedy(server, token_count=60)

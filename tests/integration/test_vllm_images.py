@@ -1,4 +1,5 @@
-"""A real vLLM that sees, whose vision tower alone changes: no request uses features that other weights computed.
+"""A real vLLM that sees, whose vision tower alone changes: no request uses features that other weights
+computed.
 
 What a request should be answered is what transformers makes of the version's weights.
 """
@@ -53,7 +54,9 @@ def message(order: tuple[int, ...], text: str) -> dict[str, Any]:
 
 
 def ask(server: Server, order: tuple[int, ...], **fields: Any) -> tuple[dict[int, float], set[int]]:
-    """How likely each first token is that vLLM names, by its id; and the first and last version while it was made."""
+    """How likely each first token is that vLLM names, by its id; and the first and last version while it was
+    made.
+    """
     body = {
         "model": server.json("/v1/models")["data"][0]["id"],
         "messages": [message(order, "what?")],
@@ -78,18 +81,26 @@ class Expected:
         from transformers import AutoConfig, AutoModelForImageTextToText, AutoProcessor
 
         self._processor = AutoProcessor.from_pretrained(checkpoint)
-        self._model = AutoModelForImageTextToText.from_config(AutoConfig.from_pretrained(checkpoint), dtype=torch.float32)
+        self._model = AutoModelForImageTextToText.from_config(
+            AutoConfig.from_pretrained(checkpoint), dtype=torch.float32
+        )
 
     def load(self, weights: Weights) -> None:
-        self._model.load_state_dict({name: tensor.to(torch.bfloat16).float() for name, tensor in weights.items()})
+        self._model.load_state_dict(
+            {name: tensor.to(torch.bfloat16).float() for name, tensor in weights.items()}
+        )
 
     def logits(self, tokens: list[int], order: tuple[int, ...]) -> torch.Tensor:
         """How likely each token is after each of these, which see these images."""
         seen = {}
         if order:
-            seen = dict(self._processor.image_processor([[picture(seed) for seed in order]], return_tensors="pt"))
+            seen = dict(
+                self._processor.image_processor([[picture(seed) for seed in order]], return_tensors="pt")
+            )
         with torch.no_grad():
-            found: torch.Tensor = self._model(input_ids=torch.tensor([tokens]), **seen).logits[0].log_softmax(-1)
+            found: torch.Tensor = (
+                self._model(input_ids=torch.tensor([tokens]), **seen).logits[0].log_softmax(-1)
+            )
         return found
 
     def answers(self, weights: Weights) -> list[list[float]]:
@@ -119,7 +130,10 @@ def test_images_are_seen_by_the_version_that_answers(tmp_path: Path, kv_cache: s
     expected: dict[int, list[list[float]]] = {}
     model = Expected(checkpoint)
     arguments = ("--max-num-batched-tokens", "64")  # so that prompts are computed in parts
-    with serving(checkpoint, *arguments, DELTASYNC_KV_CACHE=kv_cache) as server, ThreadPoolExecutor(12) as pool:
+    with (
+        serving(checkpoint, *arguments, DELTASYNC_KV_CACHE=kv_cache) as server,
+        ThreadPoolExecutor(12) as pool,
+    ):
         stop = threading.Event()
         replies: list[tuple[int, dict[int, float], set[int]]] = []
 
@@ -195,7 +209,12 @@ def test_offline_an_image_is_seen_anew_after_a_version(tmp_path: Path, processes
         Publisher(channel) as publisher,
         (tmp_path / "log").open("w") as log,
         subprocess.Popen(
-            command, env={**os.environ, **environ}, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True
+            command,
+            env={**os.environ, **environ},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
         ) as process,
     ):
         assert process.stdin is not None and process.stdout is not None

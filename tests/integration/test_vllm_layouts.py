@@ -1,4 +1,5 @@
-"""How vLLM lays out models of many architectures: each is recorded, proven, and brought from one version to the next.
+"""How vLLM lays out models of many architectures: each is recorded, proven, and brought from one version to
+the next.
 
 In a process of its own (`vllm_layouts`): vLLM for the CPU wants to be imported first.
 """
@@ -38,14 +39,49 @@ REFUSED = {
     "deepseek_v2_fp8": "vLLM computed W_UK_T, W_UV of MLAAttention from weights of other layers, and would not do so again",
 }
 
-# Of these each tensor changes alone as well. On CPUs with AVX-512 BF16 vLLM packs the weights of a convolution, and keeps
-# those that it loaded in Mamba2's mixer beside them: such a model is refused.
+# Of these each tensor changes alone as well. On CPUs with AVX-512 BF16 vLLM packs the weights of a
+# convolution, and keeps those that it loaded in Mamba2's mixer beside them: such a model is refused.
 MAY_BE_REFUSED = ("falcon_h1", "mamba2", "nemotron_h", "granite_hybrid")
 TIED = ("tied", "tied_again")
 SWEPT = (
-    *(*TIED, "phi", "mamba", "jamba", "falcon", *MAY_BE_REFUSED, "glm4_moe_alone", "deepseek_v3", "mixtral", "minimax"),
-    *("qwen2_moe", "olmoe", "granite_moe", "gpt2", "gptj", "opt", "cohere", "persimmon", "qwen2", "olmo2", "granite"),
-    *("gptneox", "stablelm", "starcoder2", "exaone4", "nemotron", "smollm3", "apertus", "arcee", "qwen3", "glm", "glm4"),
+    *(
+        *TIED,
+        "phi",
+        "mamba",
+        "jamba",
+        "falcon",
+        *MAY_BE_REFUSED,
+        "glm4_moe_alone",
+        "deepseek_v3",
+        "mixtral",
+        "minimax",
+    ),
+    *(
+        "qwen2_moe",
+        "olmoe",
+        "granite_moe",
+        "gpt2",
+        "gptj",
+        "opt",
+        "cohere",
+        "persimmon",
+        "qwen2",
+        "olmo2",
+        "granite",
+    ),
+    *(
+        "gptneox",
+        "stablelm",
+        "starcoder2",
+        "exaone4",
+        "nemotron",
+        "smollm3",
+        "apertus",
+        "arcee",
+        "qwen3",
+        "glm",
+        "glm4",
+    ),
     *("ernie4_5", "seedoss", "hunyuandensev1"),
 )
 
@@ -63,9 +99,24 @@ def marked(*cases: str) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    cases = [case for case in (*RELOADED, *IN_PLACE, *REFUSED, *SWEPT) if "LONG_TESTS" in os.environ or case not in SLOW]
-    command = [sys.executable, "-m", "tests.integration.vllm_layouts", str(tmp_path_factory.mktemp("layouts")), *cases]
-    environ = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "OMP_NUM_THREADS": "1"}
+    cases = [
+        case
+        for case in (*RELOADED, *IN_PLACE, *REFUSED, *SWEPT)
+        if "LONG_TESTS" in os.environ or case not in SLOW
+    ]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.integration.vllm_layouts",
+        str(tmp_path_factory.mktemp("layouts")),
+        *cases,
+    ]
+    environ = {
+        **os.environ,
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
     done = subprocess.run(
         command,
         env=environ,
@@ -74,15 +125,25 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
         timeout=(20 if "LONG_TESTS" in os.environ else 4) * PATIENCE_S,
         check=False,
     )
-    lines = [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    lines = [
+        json.loads(line.removeprefix("TOLD "))
+        for line in done.stdout.splitlines()
+        if line.startswith("TOLD ")
+    ]
     assert [line["case"] for line in lines] == cases, done.stdout[-2000:] + done.stderr[-4000:]
     return {line["case"]: line for line in lines}
 
 
 @pytest.mark.parametrize("case", marked(*IN_PLACE, *RELOADED))
-def test_a_commit_leaves_every_tensor_as_vllm_would_have_loaded_it(case: str, told: dict[str, dict[str, Any]]) -> None:
+def test_a_commit_leaves_every_tensor_as_vllm_would_have_loaded_it(
+    case: str, told: dict[str, dict[str, Any]]
+) -> None:
     found = told[case]
-    assert (found["first"]["state"], found["first"]["version"], found["first"]["commits"]) == ("serving", 1, [])
+    assert (found["first"]["state"], found["first"]["version"], found["first"]["commits"]) == (
+        "serving",
+        1,
+        [],
+    )
     assert found["touched"] == []
     assert (found["second"]["state"], found["second"]["version"]) == ("serving", 2)
     assert found["differences"] == []
@@ -101,16 +162,22 @@ def test_a_router_in_float32_is_patched_beside_matrices_in_bfloat16(told: dict[s
     )
 
 
-def test_a_layer_that_drafts_is_patched_with_the_model_but_for_what_it_shares(told: dict[str, dict[str, Any]]) -> None:
+def test_a_layer_that_drafts_is_patched_with_the_model_but_for_what_it_shares(
+    told: dict[str, dict[str, Any]],
+) -> None:
     found = told["glm4_moe_mtp"]
     assert found["second"]["draft"] == "Glm4MoeMTP, which drafts tokens, is followed as a part of the model."
-    assert {"1.model.layers.2.eh_proj.weight", "1.model.layers.2.mtp_block.self_attn.qkv_proj.weight"} <= {*found["changed"]}
+    assert {"1.model.layers.2.eh_proj.weight", "1.model.layers.2.mtp_block.self_attn.qkv_proj.weight"} <= {
+        *found["changed"]
+    }
     shared = ["model.layers.2.embed_tokens.weight", "model.layers.2.shared_head.head.weight"]
     assert sorted(found["second"]["ignored"]) == shared
 
 
 @pytest.mark.parametrize("case", marked(*IN_PLACE, *RELOADED))
-def test_the_status_says_which_tensors_take_the_fallback_and_why(case: str, told: dict[str, dict[str, Any]]) -> None:
+def test_the_status_says_which_tensors_take_the_fallback_and_why(
+    case: str, told: dict[str, dict[str, Any]]
+) -> None:
     status = told[case]["second"]
     expected = RELOADED.get(case, {})
     assert Counter({each["reason"]: each["tensors"] for each in status["reloaded"]}) == Counter(expected)
@@ -133,11 +200,16 @@ def test_what_can_be_neither_patched_nor_loaded_again_is_refused_and_untouched(
 
 
 @pytest.mark.parametrize("case", marked(*TIED))
-def test_a_version_in_which_tensors_differ_that_are_one_is_refused(case: str, told: dict[str, dict[str, Any]]) -> None:
+def test_a_version_in_which_tensors_differ_that_are_one_is_refused(
+    case: str, told: dict[str, dict[str, Any]]
+) -> None:
     served = {version for _, version in told[case]["untied"]}
     assert len(served) == 1 and len(told[case]["untied"]) == 2
     for error, _ in told[case]["untied"]:
-        assert "lm_head.weight and model.embed_tokens.weight are one tensor in the model, and differ in version" in error
+        assert (
+            "lm_head.weight and model.embed_tokens.weight are one tensor in the model, and differ in version"
+            in error
+        )
 
 
 @pytest.mark.parametrize("case", marked(*SWEPT))

@@ -65,11 +65,22 @@ def test_an_offline_llm_follows_when_asked(tmp_path: Path) -> None:
     }
     command = [sys.executable, "-c", _SCRIPT, str(path), channel]
     done = subprocess.run(
-        command, env={**os.environ, **environ}, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
+        command,
+        env={**os.environ, **environ},
+        capture_output=True,
+        text=True,
+        timeout=2 * PATIENCE_S,
+        check=False,
     )
-    told = [json.loads(line.removeprefix("TOLD ")) for line in done.stdout.splitlines() if line.startswith("TOLD ")]
+    told = [
+        json.loads(line.removeprefix("TOLD "))
+        for line in done.stdout.splitlines()
+        if line.startswith("TOLD ")
+    ]
     assert len(told) == 6, done.stdout[-2000:] + done.stderr[-2000:]
-    assert told[0].startswith(f"This engine would never follow {channel}: nothing has called vllm_plugin.follow(")
+    assert told[0].startswith(
+        f"This engine would never follow {channel}: nothing has called vllm_plugin.follow("
+    )
     assert told[1] == 3
     assert told[2] == [30, "3", 3]
     assert told[3] == served

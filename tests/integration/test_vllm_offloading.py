@@ -1,4 +1,6 @@
-"""A real vLLM whose OffloadingConnector keeps blocks in host memory: no request meets keys that older weights computed."""
+"""A real vLLM whose OffloadingConnector keeps blocks in host memory: no request meets keys that older weights
+computed.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.one_server.test_vllm_prefix_cache import Answer, answer, apart, change_much, prompt_of, uncached
+from tests.integration.one_server.test_vllm_prefix_cache import (
+    Answer,
+    answer,
+    apart,
+    change_much,
+    prompt_of,
+    uncached,
+)
 from tests.integration.vllm_server import Server, save_model, serving
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -28,9 +37,24 @@ def hold(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory, hold: Path) -> Iterator[Server]:
     """One with room for two prompts, so that what a request finds later comes back from host memory."""
-    extra = {"spec_name": "HostSpec", "spec_module_path": "tests.integration.offloading", "cpu_bytes_to_use": 1 << 28}
-    transfer = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    arguments = ["--kv-transfer-config", json.dumps(transfer), "--block-size", "32", "--num-gpu-blocks-override", "33"]
+    extra = {
+        "spec_name": "HostSpec",
+        "spec_module_path": "tests.integration.offloading",
+        "cpu_bytes_to_use": 1 << 28,
+    }
+    transfer = {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": extra,
+    }
+    arguments = [
+        "--kv-transfer-config",
+        json.dumps(transfer),
+        "--block-size",
+        "32",
+        "--num-gpu-blocks-override",
+        "33",
+    ]
     environ = {"OFFLOADING_HOLD": str(hold), "PYTHONPATH": str(ROOT)}
     with serving(save_model(tmp_path_factory.mktemp("vllm")), *arguments, **environ) as server:
         server.assert_serves(server.publish())
@@ -40,7 +64,9 @@ def server(tmp_path_factory: pytest.TempPathFactory, hold: Path) -> Iterator[Ser
 def loaded(server: Server) -> int:
     """Tokens whose keys came back from host memory."""
     with server.open("/metrics") as reply:
-        (found,) = re.findall(r"^vllm:external_prefix_cache_hits_total{.*} (\S+)$", reply.read().decode(), re.MULTILINE)
+        (found,) = re.findall(
+            r"^vllm:external_prefix_cache_hits_total{.*} (\S+)$", reply.read().decode(), re.MULTILINE
+        )
     return int(float(found))
 
 
@@ -50,7 +76,9 @@ def displace(server: Server) -> None:
         answer(server, prompt_of(seed, 900))
 
 
-def test_a_conversation_over_five_versions_comes_back_from_host_memory_and_is_never_stale(server: Server) -> None:
+def test_a_conversation_over_five_versions_comes_back_from_host_memory_and_is_never_stale(
+    server: Server,
+) -> None:
     prompt, before = prompt_of(1, 300), None
     for _ in range(VERSIONS):
         came = loaded(server)
@@ -70,7 +98,9 @@ def test_a_conversation_over_five_versions_comes_back_from_host_memory_and_is_ne
 
 @pytest.mark.parametrize("count", [1, 2])
 def test_blocks_that_come_back_after_a_commit_are_dropped(server: Server, hold: Path, count: int) -> None:
-    """The first of two requests loads them, and the second waits for the same ones. The pause waits for the load."""
+    """The first of two requests loads them, and the second waits for the same ones. The pause waits for the
+    load.
+    """
     prompt = prompt_of(10 + count, 300)
     answer(server, prompt)
     displace(server)

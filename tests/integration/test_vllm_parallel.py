@@ -33,7 +33,10 @@ def commits_while_a_request_is_generated(server: Server, greedy_of: list[dict[st
     greedy(server, token_count=5)
     old, first = {name: tensor.clone() for name, tensor in server.weights.items()}, server.status()["version"]
     lengths: list[int] = []
-    asking = [threading.Thread(target=lambda: lengths.append(len(greedy(server, token_count=500)))) for _ in greedy_of]
+    asking = [
+        threading.Thread(target=lambda: lengths.append(len(greedy(server, token_count=500))))
+        for _ in greedy_of
+    ]
     for each in asking:
         each.start()
     for size in (2e-5, 2e-5, 0.05):
@@ -80,8 +83,8 @@ class TestStages:
     def server(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         """Embeddings that the first and the last stage both have, of a vocabulary that vLLM pads.
 
-        Compiled: without the warm-up of that, the last stage of vLLM for CPU fails at its first request, also without a
-        plugin (`assert self.intermediate_tensors is not None`).
+        Compiled: without the warm-up of that, the last stage of vLLM for CPU fails at its first request, also
+        without a plugin (`assert self.intermediate_tensors is not None`).
         """
         fields = {"vocab_size": 71, "intermediate_size": 192, "tie_word_embeddings": True}
         checkpoint = save_model(tmp_path_factory.mktemp("vllm"), Qwen2Config, **fields)
@@ -95,8 +98,8 @@ class TestStages:
         rolls_back_everywhere(server, [{}])
 
 
-# vLLM for CPU ends with a segmentation fault at the first request to workers that share experts, also without a
-# plugin. So nothing is generated there.
+# vLLM for CPU ends with a segmentation fault at the first request to workers that share experts, also without
+# a plugin. So nothing is generated there.
 
 
 class TestWorkersThatShareExperts:

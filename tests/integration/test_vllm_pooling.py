@@ -1,4 +1,6 @@
-"""A real vLLM that embeds follows like one that generates, and one version makes each reply, as transformers makes it."""
+"""A real vLLM that embeds follows like one that generates, and one version makes each reply, as transformers
+makes it.
+"""
 
 from __future__ import annotations
 
@@ -31,16 +33,23 @@ def embed(server: Server) -> tuple[torch.Tensor, str]:
 def expected(checkpoint: Path, weights: Weights) -> torch.Tensor:
     """The last token's state of each input, of length one."""
     model = AutoModel.from_pretrained(checkpoint, dtype=torch.float32)
-    model.load_state_dict({name.removeprefix("model."): tensor.bfloat16().float() for name, tensor in weights.items()})
+    model.load_state_dict(
+        {name.removeprefix("model."): tensor.bfloat16().float() for name, tensor in weights.items()}
+    )
     with torch.no_grad():
         rows = [model(input_ids=torch.tensor([tokens])).last_hidden_state[0, -1] for tokens in INPUTS]
     return torch.nn.functional.normalize(torch.stack(rows))
 
 
 def test_embeddings_are_those_of_one_version_in_each_reply(tmp_path: Path) -> None:
-    checkpoint = save_model(tmp_path, Qwen3Config, intermediate_size=192, head_dim=32, tie_word_embeddings=True)
+    checkpoint = save_model(
+        tmp_path, Qwen3Config, intermediate_size=192, head_dim=32, tie_word_embeddings=True
+    )
     of: dict[int, torch.Tensor] = {}
-    with serving(checkpoint, "--runner", "pooling", "--convert", "embed") as server, ThreadPoolExecutor(4) as pool:
+    with (
+        serving(checkpoint, "--runner", "pooling", "--convert", "embed") as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
         with pytest.raises(urllib.error.HTTPError, match="503") as caught:
             server.json("/v1/embeddings", {"input": "a"})
         caught.value.close()
@@ -61,7 +70,11 @@ def test_embeddings_are_those_of_one_version_in_each_reply(tmp_path: Path) -> No
         try:
             for _ in range(8):
                 for tensor in server.weights.values():
-                    tensor += 0.3 * tensor.std() * torch.randn(tensor.shape, generator=server.rng) if tensor.ndim > 1 else 0
+                    tensor += (
+                        0.3 * tensor.std() * torch.randn(tensor.shape, generator=server.rng)
+                        if tensor.ndim > 1
+                        else 0
+                    )
                 publish()
         finally:
             stop.set()

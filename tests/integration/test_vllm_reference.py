@@ -30,7 +30,9 @@ def server(folder: Path) -> Iterator[Server]:
         yield server
 
 
-def test_it_says_which_tensors_differ_and_loads_the_checkpoint_once_it_is_there(server: Server, folder: Path) -> None:
+def test_it_says_which_tensors_differ_and_loads_the_checkpoint_once_it_is_there(
+    server: Server, folder: Path
+) -> None:
     base, away = folder / "base", folder / "away"
     shutil.copytree(folder / "model", base)
     tensors = load_file(base / "model.safetensors")

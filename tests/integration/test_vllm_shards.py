@@ -24,9 +24,14 @@ pytestmark = pytest.mark.vllm
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    """Biases, one key and value head that both workers copy, tied embeddings, padded, whose tiles both have parts of, and a
-    network whose matrices have tiles."""
-    fields = {"vocab_size": 1031, "intermediate_size": 512, "num_key_value_heads": 1, "tie_word_embeddings": True}
+    """Biases, one key and value head that both workers copy, tied embeddings, padded, whose tiles both have
+    parts of, and a network whose matrices have tiles."""
+    fields = {
+        "vocab_size": 1031,
+        "intermediate_size": 512,
+        "num_key_value_heads": 1,
+        "tie_word_embeddings": True,
+    }
     checkpoint = save_model(tmp_path_factory.mktemp("vllm"), Qwen2Config, **fields)
     with serving(checkpoint, "--tensor-parallel-size", "2") as server:
         assert "lm_head.weight" not in server.weights
@@ -77,18 +82,26 @@ def test_both_workers_decode_their_tiles(server: Server) -> None:
     rows = json.loads(payload.metadata["vectors"])
     assert rows.keys() == {"2"} and "tiles" in rows["2"]
     shapes = {name.removeprefix("model.layers.0.mlp."): spec.shape for name, spec in reader.specs.items()}
-    cut = {name: tiles.cut(shape, 0, math.prod(shape), tiles.TILE, tiles.BLOCK) for name, shape in shapes.items()}
+    cut = {
+        name: tiles.cut(shape, 0, math.prod(shape), tiles.TILE, tiles.BLOCK) for name, shape in shapes.items()
+    }
     ways = {name: found.grid.ways for name, found in cut.items() if found.grid is not None}
-    assert [ways[f"{name}_proj.weight"] for name in ("gate", "up", "down")] == [(2, 2)] * 3  # by rows, by rows, by columns
+    # by rows, by rows, by columns
+    assert [ways[f"{name}_proj.weight"] for name in ("gate", "up", "down")] == [(2, 2)] * 3
     assert ways["model.embed_tokens.weight"] == (1, 2)  # of which each worker has a part
     log = (Path(server.channel.removeprefix("file://")).parent / "server.log").read_text(errors="replace")
-    assert log.count("each process keeps 1 tensors whole on the host, 0.3 MB, such as model.embed_tokens.weight") == 1
+    assert (
+        log.count("each process keeps 1 tensors whole on the host, 0.3 MB, such as model.embed_tokens.weight")
+        == 1
+    )
     commits = server.status()["commits"]
     assert [commit["version"] for commit in commits[-3:]] == [version - 2, version - 1, version]
     assert not any(commit["anchor"] for commit in commits[-3:])
 
 
-def test_bits_that_one_worker_got_wrong_are_rolled_back_by_both_and_the_next_anchor_heals(server: Server) -> None:
+def test_bits_that_one_worker_got_wrong_are_rolled_back_by_both_and_the_next_anchor_heals(
+    server: Server,
+) -> None:
     # A version that promises what it does not give.
     version = server.status()["version"]
     before = {name: tensor.clone() for name, tensor in server.weights.items()}
@@ -100,4 +113,5 @@ def test_bits_that_one_worker_got_wrong_are_rolled_back_by_both_and_the_next_anc
     server.publish_anchor()
     assert server.status()["commits"][-1]["anchor"]
     server.step()
-    server.assert_serves(server.publish())  # by what the anchor has said of the tiles of which each has a part
+    # by what the anchor has said of the tiles of which each has a part
+    server.assert_serves(server.publish())

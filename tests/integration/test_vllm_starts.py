@@ -25,11 +25,15 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_list_of_plugins_without_deltasync_ends_the_start(checkpoint: Path, tmp_path: Path) -> None:
     log, port = tmp_path / "server.log", free_port()
     with (
-        start(checkpoint, f"file://{tmp_path}/channel", port, log, VLLM_PLUGINS="lora_filesystem_resolver") as child,
+        start(
+            checkpoint, f"file://{tmp_path}/channel", port, log, VLLM_PLUGINS="lora_filesystem_resolver"
+        ) as child,
         pytest.raises(DeltaSyncError, match="ended with exit code 1"),
     ):
         child.wait_until(lambda: get_json(f"http://127.0.0.1:{port}/v1/models"), 2 * PATIENCE_S, "to start")
-    assert "because VLLM_PLUGINS leaves deltasync out: add it, or leave VLLM_PLUGINS unset." in log.read_text()
+    assert (
+        "because VLLM_PLUGINS leaves deltasync out: add it, or leave VLLM_PLUGINS unset." in log.read_text()
+    )
 
 
 def followed(checkpoint: Path, port: int, channel: str) -> Server:
@@ -38,16 +42,33 @@ def followed(checkpoint: Path, port: int, channel: str) -> Server:
 
 
 @pytest.mark.slow
-def test_a_node_without_an_api_server_is_followed_by_the_one_that_has_it(checkpoint: Path, tmp_path: Path) -> None:
+def test_a_node_without_an_api_server_is_followed_by_the_one_that_has_it(
+    checkpoint: Path, tmp_path: Path
+) -> None:
     channel, port, rpc = f"file://{tmp_path}/channel", free_port(), free_port()
     server = followed(checkpoint, port, channel)
-    common = ["--data-parallel-size", "2", "--data-parallel-size-local", "1", "--data-parallel-address", "127.0.0.1"]
+    common = [
+        "--data-parallel-size",
+        "2",
+        "--data-parallel-size-local",
+        "1",
+        "--data-parallel-address",
+        "127.0.0.1",
+    ]
     common += ["--data-parallel-rpc-port", str(rpc)]
     head = ("--port", str(port), *common)
     environ: dict[str, Any] = {"DELTASYNC_CHANNEL": channel}
     with (
         serve(checkpoint, tmp_path / "head.log", *head, **environ) as child,
-        serve(checkpoint, tmp_path / "headless.log", *common, "--headless", "--data-parallel-start-rank", "1", **environ),
+        serve(
+            checkpoint,
+            tmp_path / "headless.log",
+            *common,
+            "--headless",
+            "--data-parallel-start-rank",
+            "1",
+            **environ,
+        ),
     ):
         child.wait_until(lambda: get_json(f"{server.url}/deltasync/status"), 2 * PATIENCE_S, "to start")
         server.assert_serves(server.publish())

@@ -71,7 +71,9 @@ print("SENT " + json.dumps(sent))
 
 def test_each_send_is_published_before_the_servers_are_told_its_version(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/channel"
-    done = subprocess.run([sys.executable, "-c", TRAIN, url], capture_output=True, text=True, timeout=180, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", TRAIN, url], capture_output=True, text=True, timeout=180, check=False
+    )
     assert done.returncode == 0, done.stderr[-4000:]
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("SENT ")]
     begun, *rounds = json.loads(line.removeprefix("SENT "))

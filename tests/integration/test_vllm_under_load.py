@@ -1,4 +1,6 @@
-"""Commit after commit in a real vLLM under load: each is checked bit by bit (COMMITS_UNDER_LOAD of them), and all tokens."""
+"""Commit after commit in a real vLLM under load: each is checked bit by bit (COMMITS_UNDER_LOAD of them), and
+all tokens.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ COMMITS = int(os.environ.get("COMMITS_UNDER_LOAD", "0"))
 
 @pytest.mark.skipif(not COMMITS, reason="a long run: make test-long")
 @pytest.mark.parametrize("workers", [1, 2])
-def test_every_worker_holds_the_published_bits_after_every_commit_under_load(workers: int, tmp_path: Path) -> None:
+def test_every_worker_holds_the_published_bits_after_every_commit_under_load(
+    workers: int, tmp_path: Path
+) -> None:
     cores = sorted(os.sched_getaffinity(0))[-2:]
     arguments = ["--tensor-parallel-size", str(workers)] if workers > 1 else []
     environ = {"VLLM_CPU_OMP_THREADS_BIND": "|".join(map(str, cores))} if workers > 1 else {}
@@ -71,7 +75,8 @@ class Reply:
 
 
 def ask(server: Server, model: str, number: int, newest: int) -> Reply | None:
-    """Of several images or none; many have a long beginning in common, some name an older version, and some demand one.
+    """Of several images or none; many have a long beginning in common, some name an older version, and some
+    demand one.
 
     None if the version that it demanded was not served.
     """
@@ -111,11 +116,15 @@ def ask(server: Server, model: str, number: int, newest: int) -> Reply | None:
     (choice,) = found["choices"]
     prompt, likely = found["prompt_token_ids"], [each["logprob"] for each in choice["logprobs"]["content"]]
     tokens = [*prompt, *choice["token_ids"]]
-    return Reply(order, tokens, len(prompt), likely, spans, (int(first), int(last)), session is not None, wanted)
+    return Reply(
+        order, tokens, len(prompt), likely, spans, (int(first), int(last)), session is not None, wanted
+    )
 
 
 def far(reply: Reply, version: int, model: Expected) -> float:
-    """By how much, in nats, the tokens that this version made are more or less likely in a reply of its weights alone."""
+    """By how much, in nats, the tokens that this version made are more or less likely in a reply of its
+    weights alone.
+    """
     logits = model.logits(reply.tokens, reply.order)
     worst, done = 0.0, 0
     for made_by, count in reply.spans:
@@ -133,13 +142,18 @@ def far(reply: Reply, version: int, model: Expected) -> float:
 def test_every_token_is_what_the_version_that_it_names_makes_of_all_before_it(
     kv_cache: str, version_count: int, clients: int, tmp_path: Path
 ) -> None:
-    """With `keep`, of replies that no commit met and that have no session: others rest on older keys, as they should."""
+    """With `keep`, of replies that no commit met and that have no session: others rest on older keys, as they
+    should.
+    """
     checkpoint = save_vision_model(tmp_path)
     arguments = ("--max-num-seqs", "16", "--max-num-batched-tokens", "256")
     published: dict[int, Weights] = {}
     replies: list[Reply] = []
     refused: list[int] = []
-    with serving(checkpoint, *arguments, DELTASYNC_KV_CACHE=kv_cache) as server, ThreadPoolExecutor(clients) as pool:
+    with (
+        serving(checkpoint, *arguments, DELTASYNC_KV_CACHE=kv_cache) as server,
+        ThreadPoolExecutor(clients) as pool,
+    ):
         stop = threading.Event()
         numbers = iter(range(10**9))
         served = ""
@@ -165,7 +179,8 @@ def test_every_token_is_what_the_version_that_it_names_makes_of_all_before_it(
         try:
             while len(published) < version_count:
                 enough = len(replies) + (2 * clients if kv_cache == "keep" else 8)
-                for name, tensor in server.weights.items():  # around the first ones, lest they grow, and errors with them
+                # around the first ones, lest they grow, and errors with them
+                for name, tensor in server.weights.items():
                     spread = 0.3 * first[name].std() if tensor.ndim > 1 else 0.0
                     tensor.copy_(first[name] + spread * torch.randn(tensor.shape, generator=server.rng))
                 publish()
@@ -196,5 +211,7 @@ def test_every_token_is_what_the_version_that_it_names_makes_of_all_before_it(
                     assert far(reply, version, model) < 2 * CLOSE, (version, reply.spans, reply.versions)
             other = checked[version]
             if all(made_by != version for made_by, _ in other.spans):
-                as_if.append(far(dataclasses.replace(other, spans=[(version, len(other.likely))]), version, model))
+                as_if.append(
+                    far(dataclasses.replace(other, spans=[(version, len(other.likely))]), version, model)
+                )
     assert statistics.median(as_if) > 4 * CLOSE, "tokens of another version would be seen"

@@ -55,7 +55,8 @@ def run(*command: str | Path, cwd: Path, **environ: str) -> str:
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("wheel")
-    # Build from a copy: setuptools leaves its build folder beside the sources, and old files in it would join the wheel.
+    # Build from a copy: setuptools leaves its build folder beside the sources, and old files in it would join
+    # the wheel.
     source = out / "source"
     tracked = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True).stdout
     for name in tracked.decode().split("\0"):
@@ -89,7 +90,9 @@ def installed(needs: Distribution, seen: set[str], extras: tuple[str, ...] = ())
     """What is in site-packages here of the dependencies of a distribution, and of theirs."""
     for requirement in map(Requirement, needs.requires or ()):
         marker = requirement.marker
-        if str(requirement) in seen or (marker and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras))):
+        if str(requirement) in seen or (
+            marker and not any(marker.evaluate({"extra": extra}) for extra in ("", *extras))
+        ):
             continue
         seen.add(str(requirement))
         found = distribution(requirement.name)

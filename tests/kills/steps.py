@@ -3,7 +3,8 @@
 with patched(lambda step: os.kill(os.getpid(), signal.SIGKILL) if step == "staged" else None):
     replica.sync()
 
-Each step is told when it is done or, where it says half, in the middle of it. A step can come many times in one `sync`.
+Each step is told when it is done or, where it says half, in the middle of it. A step can come many times in
+one `sync`.
 """
 
 from __future__ import annotations

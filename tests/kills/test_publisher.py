@@ -1,8 +1,8 @@
 """kill -9 of a publisher at each step of a publish, then another process resumes the channel.
 
-Each case is a process of its own, which kills itself during or after one write to the store (after one is before the
-next), while a replica follows. The next process publishes other weights than the killed one was about to, so that a version
-whose number was used again for other content would show.
+Each case is a process of its own, which kills itself during or after one write to the store (after one is
+before the next), while a replica follows. The next process publishes other weights than the killed one was
+about to, so that a version whose number was used again for other content would show.
 """
 
 from __future__ import annotations
@@ -162,7 +162,9 @@ class Trainer:
         with (
             mock.patch("deltasync.ops.compactor._LEAST_BETWEEN", 1),
             mock.patch.object(Log, "_follow_with_head", follow_and_wait),
-            mock.patch("deltasync.publish.encode.INLINE_BYTES", 0) if self.parts else contextlib.nullcontext(),
+            mock.patch("deltasync.publish.encode.INLINE_BYTES", 0)
+            if self.parts
+            else contextlib.nullcontext(),
         ):
             yield
 
@@ -176,7 +178,10 @@ def process(trainer: Trainer, root: Path, kill: Point | None = None) -> list[Poi
 
 def records(root: Path) -> dict[str, bytes]:
     """All records that are there, by key."""
-    return {str(path.relative_to(root)): path.read_bytes() for path in sorted((root / "versions").rglob("*.safetensors"))}
+    return {
+        str(path.relative_to(root)): path.read_bytes()
+        for path in sorted((root / "versions").rglob("*.safetensors"))
+    }
 
 
 def history(root: Path) -> list[VersionId]:
@@ -188,7 +193,9 @@ def history(root: Path) -> list[VersionId]:
 
 
 class Following:
-    """A replica that follows all the time and compares every version that it gets with what the trainer had."""
+    """A replica that follows all the time and compares every version that it gets with what the trainer
+    had.
+    """
 
     def __init__(self, root: Path) -> None:
         self._replica = Replica(f"file://{root}")
@@ -233,13 +240,20 @@ def survives(template: Path, root: Path, killed: Trainer, resumed: Trainer, kill
         passed, newest = process(resumed, root), history(root)[-1]
         wait_until(lambda: newest in following.served, PATIENCE_S)
     end, found = records(root), history(root)
-    writes = [p for p in passed if p.moment == "after" and p.operation != "delete" and p.key.startswith(keys.VERSIONS)]
+    writes = [
+        p
+        for p in passed
+        if p.moment == "after" and p.operation != "delete" and p.key.startswith(keys.VERSIONS)
+    ]
     published = len(resumed.steps) + (resumed.by_reference and not was)
     assert len(writes) == published + began, f"killed {kill}; then {list(map(str, passed))}"
-    # None skipped, none used again: those that were there are as they were, or forgotten, and the others come right after.
+    # None skipped, none used again: those that were there are as they were, or forgotten, and the others come
+    # right after.
     assert newest.version == (was[-1].version if was else 0) + published
     assert all(end[key] == data for key, data in after.items() if key in end)
-    assert [version.version for version in found] == list(range(newest.version - len(found) + 1, newest.version + 1))
+    assert [version.version for version in found] == list(
+        range(newest.version - len(found) + 1, newest.version + 1)
+    )
     assert len(found) == newest.version or resumed.sweeps
     assert not was or len(found) <= published or found[-published - 1] == was[-1]
     assert_sound(root)
@@ -292,7 +306,9 @@ def template(base: Path, name: str) -> Path:
     trainer = dataclasses.replace(CASES[name][0], steps=(1, 2, 3))
     process(trainer, root)
     if name == "a log that was sealed":
-        process(Trainer((4,)), root, Point("after", "create", "versions/0000000/0000000004.000001.safetensors", 1))
+        process(
+            Trainer((4,)), root, Point("after", "create", "versions/0000000/0000000004.000001.safetensors", 1)
+        )
     return root
 
 
@@ -313,7 +329,9 @@ LEAST_POINTS = {
 _SLOW = ("a new channel by reference", "sweeps")
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=(pytest.mark.slow,) * (name in _SLOW)) for name in CASES])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=(pytest.mark.slow,) * (name in _SLOW)) for name in CASES]
+)
 def test_a_publisher_killed_at_any_step_is_resumed(base: Path, name: str) -> None:
     killed, resumed = CASES[name]
     start = template(base, name)

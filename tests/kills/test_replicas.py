@@ -1,4 +1,6 @@
-"""A replica is killed, by SIGKILL, at every named step; then another one goes on from what it left in the node's cache."""
+"""A replica is killed, by SIGKILL, at every named step; then another one goes on from what it left in the
+node's cache.
+"""
 
 from __future__ import annotations
 
@@ -26,12 +28,18 @@ from tests.processes import in_a_process
 VERSIONS = 6
 WRONG = 7  # a version whose record promises other bits than its delta gives
 COPIED = "half of the tensors are copied"  # only those of full weights are
-QUICK = ("the cache has a file under its temporary name", "half of the values are exchanged", "half of a rollback")
+QUICK = (
+    "the cache has a file under its temporary name",
+    "half of the values are exchanged",
+    "half of a rollback",
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Follower:
-    """A process that goes from a version, or from nothing, to another one, and kills itself at a step, if that is named."""
+    """A process that goes from a version, or from nothing, to another one, and kills itself at a step, if
+    that is named.
+    """
 
     folder: Path
     first: int | None
@@ -40,7 +48,9 @@ class Follower:
 
     def run(self, told: Connection) -> None:
         torch.set_num_threads(1)
-        replica = Replica(CachedStore(LocalStore(str(self.folder / "channel")), self.folder / "cache", 1 << 20))
+        replica = Replica(
+            CachedStore(LocalStore(str(self.folder / "channel")), self.folder / "cache", 1 << 20)
+        )
         if self.first is not None:
             replica.sync(self.first)
         with steps.patched(lambda step: os.kill(os.getpid(), signal.SIGKILL) if step == self.step else None):
@@ -69,7 +79,10 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize(
     "step",
-    [*QUICK, *(pytest.param(step, marks=pytest.mark.slow) for step in steps.STEPS if step not in (*QUICK, COPIED))],
+    [
+        *QUICK,
+        *(pytest.param(step, marks=pytest.mark.slow) for step in steps.STEPS if step not in (*QUICK, COPIED)),
+    ],
 )
 def test_a_replica_that_is_killed_leaves_nothing_wrong(folder: Path, step: str) -> None:
     last = WRONG if "rollback" in step else VERSIONS

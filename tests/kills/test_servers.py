@@ -43,13 +43,17 @@ class Supervised:
     def __post_init__(self) -> None:
         checkpoint = save_model(self.folder)
         channel, port = f"file://{self.folder}/channel", free_port()
-        weights = {name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()}
+        weights = {
+            name: tensor.float() for name, tensor in load_file(checkpoint / "model.safetensors").items()
+        }
         self.server = Server(f"http://127.0.0.1:{port}", channel, weights)
         arguments = ["--host", "127.0.0.1", "--port", str(port), "--enforce-eager", "--max-model-len", "1024"]
         arguments += ["--max-num-seqs", "8", "--tensor-parallel-size", str(self.workers)]
         arguments += ["--worker-extension-cls", "tests.kills.killing_worker.KillingExtension"]
         line, variables = vllm_command(str(checkpoint), channel, arguments)
-        self._line = [word.replace("vllm.entrypoints.openai.api_server", "tests.kills.killing") for word in line]
+        self._line = [
+            word.replace("vllm.entrypoints.openai.api_server", "tests.kills.killing") for word in line
+        ]
         self._cores = sorted(os.sched_getaffinity(0))[-self.workers :]
         self._environ = {
             **os.environ,
@@ -79,7 +83,9 @@ class Supervised:
         self.starts += 1
         with Child("The vLLM server", self._line, self._environ, self.log, self._cores) as child:
             try:
-                child.wait_until(lambda: get_json(self.server.url + "/deltasync/status"), 2 * PATIENCE_S, "to start")
+                child.wait_until(
+                    lambda: get_json(self.server.url + "/deltasync/status"), 2 * PATIENCE_S, "to start"
+                )
             except DeltaSyncError:
                 print(self.log.read_text(errors="replace"))
                 raise
@@ -107,7 +113,9 @@ class Supervised:
         return found
 
     def ends(self, published: int) -> None:
-        """Wait for its end; while it lasts, it serves no wrong bits, and the request that runs does not hang."""
+        """Wait for its end; while it lasts, it serves no wrong bits, and the request that runs does not
+        hang.
+        """
         before, serves = time.monotonic(), self.server.status
         while self._child.running():
             assert time.monotonic() - before < PATIENCE_S, "the server neither serves nor ends"

@@ -1,4 +1,6 @@
-"""A replica's machine is short of memory: its weights stay those of the version before, and the next sync moves them."""
+"""A replica's machine is short of memory: its weights stay those of the version before, and the next sync
+moves them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ LARGE = 16_000_000  # elements
 MARGINS_MB = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64)
 
 
-@pytest.mark.parametrize("step", ["a tensor is decoded", "a tensor is translated", "half of the tensors are copied"])
+@pytest.mark.parametrize(
+    "step", ["a tensor is decoded", "a tensor is translated", "half of the tensors are copied"]
+)
 def test_an_allocation_that_fails_changes_nothing(memory_url: str, step: str) -> None:
     copied = step == "half of the tensors are copied"  # which full weights are
     states = [weights()]

@@ -1,11 +1,13 @@
-"""A pytest plugin: transformers' and TRL's own trainer tests, from a checkout of theirs, with the callback in every trainer.
+"""A pytest plugin: transformers' and TRL's own trainer tests, from a checkout of theirs, with the callback in
+every trainer.
 
     make test-peers CHECKOUT=../trl TESTS=tests/test_sft_trainer.py
 
-Each trainer publishes to a channel of its own, and once `train` has returned, the newest version is compared with what
-`save_pretrained` of the trained model writes, adapters merged. Models and data that these tests download have stand-ins:
-small models with random weights, of the architecture in the name, the demo's tokenizer, and made-up rows. Tests that need
-others fail as they would without a network. The summary counts the comparisons, which must all be equal.
+Each trainer publishes to a channel of its own, and once `train` has returned, the newest version is compared
+with what `save_pretrained` of the trained model writes, adapters merged. Models and data that these tests
+download have stand-ins: small models with random weights, of the architecture in the name, the demo's
+tokenizer, and made-up rows. Tests that need others fail as they would without a network. The summary counts
+the comparisons, which must all be equal.
 """
 
 from __future__ import annotations
@@ -66,7 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Say how many final versions were compared."""
-    terminalreporter.write_line(f"PEERS: {len(compared)} final versions are what would be saved, {len(different)} are not")
+    terminalreporter.write_line(
+        f"PEERS: {len(compared)} final versions are what would be saved, {len(different)} are not"
+    )
     for line in different:
         terminalreporter.write_line(f"  {line}")
 
@@ -76,10 +80,15 @@ def _compare(trainer: Any, folder: Path) -> None:
 
     replica = Replica(trainer._sync.config.channel)
     replica.sync()
-    found, wanted = replica.state_dict(), _saved(trainer.accelerator.unwrap_model(trainer.model), folder / "saved")
+    found, wanted = (
+        replica.state_dict(),
+        _saved(trainer.accelerator.unwrap_model(trainer.model), folder / "saved"),
+    )
     names = sorted(found.keys() ^ wanted.keys())
     names += [
-        name for name in found.keys() & wanted.keys() if not _same_bits(found[name], wanted[name].to(found[name].dtype))
+        name
+        for name in found.keys() & wanted.keys()
+        if not _same_bits(found[name], wanted[name].to(found[name].dtype))
     ]
     said = f"{type(trainer).__name__} of {type(trainer.model).__name__}"
     (different if names else compared).append(f"{said}: {', '.join(names[:3])}" if names else said)
@@ -87,7 +96,9 @@ def _compare(trainer: Any, folder: Path) -> None:
 
 
 def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8))
+    return torch.equal(
+        one.contiguous().view(-1).view(torch.uint8), other.contiguous().view(-1).view(torch.uint8)
+    )
 
 
 def _saved(model: Any, folder: Path) -> dict[str, torch.Tensor]:
@@ -110,13 +121,20 @@ def _stand_in() -> None:
 
     folder = Path(tempfile.mkdtemp(prefix="deltasync-models-"))
     loaders = [getattr(transformers, name) for name in dir(transformers) if name.startswith("AutoModelFor")]
-    for loader in [*loaders, *(getattr(transformers, name) for name in ("AutoConfig", "AutoTokenizer", "AutoProcessor"))]:
+    for loader in [
+        *loaders,
+        *(getattr(transformers, name) for name in ("AutoConfig", "AutoTokenizer", "AutoProcessor")),
+    ]:
         _load_locally(loader, folder)
     for loader in (transformers.PreTrainedModel, transformers.GenerationConfig):
         _load_locally(loader, folder)
 
-    def dataset(path: str, name: str = "standard_language_modeling", split: str | None = None, **_: Any) -> Any:
-        made = datasets.DatasetDict({split_: datasets.Dataset.from_dict(_rows(name)) for split_ in ("train", "test")})
+    def dataset(
+        path: str, name: str = "standard_language_modeling", split: str | None = None, **_: Any
+    ) -> Any:
+        made = datasets.DatasetDict(
+            {split_: datasets.Dataset.from_dict(_rows(name)) for split_ in ("train", "test")}
+        )
         return made if split is None else made[split]
 
     datasets.load_dataset = dataset

@@ -36,7 +36,9 @@ def block_elements(request: pytest.FixtureRequest) -> Iterator[int]:
 
 
 def _small(patch: pytest.MonkeyPatch, tile_elements: int) -> None:
-    """Tiles of few elements and few changes, so that small matrices have some, and no tensor is coded by gaps instead."""
+    """Tiles of few elements and few changes, so that small matrices have some, and no tensor is coded by gaps
+    instead.
+    """
     patch.setattr(tiles, "TILE", tile_elements)
     patch.setattr(tiles, "SMALL", 0)
     patch.setattr(tiles, "LEAST", 0)
@@ -68,7 +70,9 @@ def _assert_leads_from_old_to_new(data: bytes, model: Model) -> None:
     for name in specs:
         np.testing.assert_array_equal(reached[name], new[name], err_msg=name)
     assert sorted(fingerprints) == sorted(_changed(model))
-    assert fingerprints == {name: digest for name, digest in deltas.digests(new).items() if name in fingerprints}
+    assert fingerprints == {
+        name: digest for name, digest in deltas.digests(new).items() if name in fingerprints
+    }
 
 
 @given(our.model_pairs())
@@ -89,7 +93,9 @@ def _like_training(dtype: str, element_count: int, density: float) -> Model:
     old_N = bits_of(values.to(getattr(torch, dtype)))
     weight_N = 1 / np.maximum(np.abs(values.numpy()), 1e-3)
     probability_N = np.minimum(weight_N * (density / weight_N.mean()), 1.0)
-    step_N = random.choice(np.array([1, 1, -1, -1, 2, -2, 7], f"i{old_N.itemsize}"), element_count).view(old_N.dtype)
+    step_N = random.choice(np.array([1, 1, -1, -1, 2, -2, 7], f"i{old_N.itemsize}"), element_count).view(
+        old_N.dtype
+    )
     new_N = np.where(random.random(element_count) < probability_N, old_N + step_N, old_N)
     return {"w": TensorSpec("w", dtype, (element_count,))}, {"w": old_N}, {"w": new_N}
 
@@ -166,7 +172,9 @@ def _assert_damage_is_refused(codec_name: str, data: bytes, model: Model, seed: 
 
 
 @given(model=our.model_pairs(), data=st.data())
-def test_a_shard_is_decoded_from_its_blocks_alone(block_elements: int, model: Model, data: st.DataObject) -> None:
+def test_a_shard_is_decoded_from_its_blocks_alone(
+    block_elements: int, model: Model, data: st.DataObject
+) -> None:
     specs, old, _ = model
     regions: dict[str, list[Region] | None] = {}
     for name, spec in specs.items():
@@ -182,7 +190,9 @@ def test_a_shard_is_decoded_from_its_blocks_alone(block_elements: int, model: Mo
         for name in set(held.names) & digests.keys():
             _, first, last = every.layout.span(name)
             wanted = regions[name]
-            spans = [(0, last - first)] if wanted is None else [(low, low + size) for low, ((size, _),) in wanted]
+            spans = (
+                [(0, last - first)] if wanted is None else [(low, low + size) for low, ((size, _),) in wanted]
+            )
             for low, high in spans:
                 inside[first + low : first + high] = True
         for block in range(0, inside.size, block_elements):
@@ -210,9 +220,16 @@ VECTORS = [
 ]
 ROW = {"tensor": 0, "tensors": 1, "block": 0, "blocks": 3, "planes": None}
 WRONG = [
-    *({key: wrong} for key in ("tensor", "tensors", "block", "blocks") for wrong in (-1, 1.0, "1", None, True, 1 << 70, 9)),
+    *(
+        {key: wrong}
+        for key in ("tensor", "tensors", "block", "blocks")
+        for wrong in (-1, 1.0, "1", None, True, 1 << 70, 9)
+    ),
     *({"planes": wrong} for wrong in ([], [1], "x", 7, {}, [1 << 70] * 4, [-1, 1, 1, 1], True)),
-    *({"groups": wrong} for wrong in ([], [1], [0, 0], [0, 9], [0, -1], "0", None, {}, [0, "1"], [0, 1.5], [0] * 999)),
+    *(
+        {"groups": wrong}
+        for wrong in ([], [1], [0, 0], [0, 9], [0, -1], "0", None, {}, [0, "1"], [0, 1.5], [0] * 999)
+    ),
 ]
 
 
@@ -225,7 +242,9 @@ def payload_of_three_blocks() -> Iterator[tuple[Encoded, Model]]:
 
 
 @pytest.mark.parametrize("text", VECTORS, ids=lambda text: text[:12] or "none")
-def test_tables_of_packed_that_are_none_are_damage(payload_of_three_blocks: tuple[Encoded, Model], text: str) -> None:
+def test_tables_of_packed_that_are_none_are_damage(
+    payload_of_three_blocks: tuple[Encoded, Model], text: str
+) -> None:
     encoded, model = payload_of_three_blocks
     with pytest.raises(CorruptDataError):
         deltas.decode(b"".join(body(encoded.arrays, encoded.metadata | {"vectors": text})), model[0])
@@ -270,7 +289,11 @@ def test_positions_past_int32_in_a_vector(dtype: str) -> None:
     at_K = np.array([5, count - 1, count, (1 << 31) - 1, 1 << 31, (1 << 31) + (1 << 19), 9 * count - 1])
     sent = Delta(layout, {held.width: Sparse(at_K, np.arange(1, 8, dtype=held.bits_dtype))})
     digests = dict.fromkeys(sent.counts(), 7)
-    data = codec.get("packed").encode(sent, lambda name: (np.empty(0, held.bits_dtype), 0), digests, 2, 1).to_bytes()
+    data = (
+        codec.get("packed")
+        .encode(sent, lambda name: (np.empty(0, held.bits_dtype), 0), digests, 2, 1)
+        .to_bytes()
+    )
     delta, found = deltas.decode(data, specs)
     assert found == digests and delta.steps[held.width].at_K.dtype == np.int64
     np.testing.assert_array_equal(delta.steps[held.width].at_K, at_K)
@@ -309,7 +332,11 @@ def test_safetensors_opens_every_payload(codec_name: str, model: Model) -> None:
     }
 
 
-ENTRIES = {f"{dtype}{kind}": (dtype, shape) for dtype in (*our.DTYPES, "bool") for kind, shape in (("", (3,)), ("~", ()))}
+ENTRIES = {
+    f"{dtype}{kind}": (dtype, shape)
+    for dtype in (*our.DTYPES, "bool")
+    for kind, shape in (("", (3,)), ("~", ()))
+}
 
 
 @pytest.mark.parametrize("record_bytes", [None, 0, 1, 1000])
@@ -320,7 +347,9 @@ def test_a_body_is_a_file_whose_last_entry_is_the_record(named: list[str], recor
     for name in named:
         dtype, shape = ENTRIES.get(name, ("uint8", (0,) if name == "empty" else (5,)))
         spec = TensorSpec(name, dtype, shape)
-        values = random.integers(0, 2 if dtype == "bool" else 256, spec.element_count * spec.item_bytes, np.uint8)
+        values = random.integers(
+            0, 2 if dtype == "bool" else 256, spec.element_count * spec.item_bytes, np.uint8
+        )
         arrays[name] = tensor_of(values.view(spec.bits_dtype), spec)
     document = random.integers(0, 256, record_bytes or 0, np.uint8)
     encoded = Encoded(arrays, {"format": "ü"} if named else {})
@@ -329,7 +358,8 @@ def test_a_body_is_a_file_whose_last_entry_is_the_record(named: list[str], recor
     for array in arrays.values():
         if array.numel() and record_bytes is None:
             assert any(
-                buffer.nbytes and np.frombuffer(buffer, np.uint8).ctypes.data == array.data_ptr() for buffer in buffers
+                buffer.nbytes and np.frombuffer(buffer, np.uint8).ctypes.data == array.data_ptr()
+                for buffer in buffers
             )
     with tempfile.NamedTemporaryFile(suffix=".safetensors") as file:
         file.write(b"".join([*buffers, document.data]))
@@ -348,7 +378,9 @@ def test_a_body_is_a_file_whose_last_entry_is_the_record(named: list[str], recor
 @given(st.integers(0, 10_000), st.integers(0, 10_000))
 def test_a_longer_record_never_shortens_its_body(one: int, other: int) -> None:
     arrays = {"w": torch.zeros(10)}
-    lengths = [sum(map(len, Encoded(arrays, {}).of_record(record_bytes))) for record_bytes in sorted((one, other))]
+    lengths = [
+        sum(map(len, Encoded(arrays, {}).of_record(record_bytes))) for record_bytes in sorted((one, other))
+    ]
     assert lengths == sorted(lengths)
 
 

@@ -74,7 +74,10 @@ def _weights_by_context() -> bytes:
     old[rng.random(old.shape) < 0.01], old[7, 9], old[8, :100] = 0, 3e38, 1e-30
     old_N = (old.reshape(-1).view(np.uint32) >> 16).astype(np.uint16)
     index_K = np.flatnonzero(rng.random(old_N.size) < 0.02)
-    new_N, step_K = old_N.copy(), np.where(rng.random(index_K.size) < 0.5, 1, -1).astype(np.int16).view(np.uint16)
+    new_N, step_K = (
+        old_N.copy(),
+        np.where(rng.random(index_K.size) < 0.5, 1, -1).astype(np.int16).view(np.uint16),
+    )
     new_N[index_K] += step_K
     specs = {"w": TensorSpec("w", "bfloat16", old.shape)}
     data = deltas.encode("context", specs, {"w": old_N}, {"w": new_N}).to_bytes()
@@ -102,14 +105,23 @@ def test_every_instruction_set_and_numpy_give_the_same_bytes() -> None:
 
 
 @settings(max_examples=30)
-@given(model=our.model_pairs(), codec_name=st.sampled_from(["packed", "context"]), tile=st.sampled_from([4, 1 << 20]))
-def test_every_instruction_set_and_numpy_code_any_blocks_alike(model: Any, codec_name: str, tile: int) -> None:
+@given(
+    model=our.model_pairs(),
+    codec_name=st.sampled_from(["packed", "context"]),
+    tile=st.sampled_from([4, 1 << 20]),
+)
+def test_every_instruction_set_and_numpy_code_any_blocks_alike(
+    model: Any, codec_name: str, tile: int
+) -> None:
     """Small blocks and groups, tiles or none; what each level wrote it reads again."""
 
     def coded() -> tuple[bytes, list[Any]]:
         data = deltas.encode(codec_name, *model).to_bytes()
         delta, digests = deltas.decode(data, model[0], model[1])
-        return data, [digests, {name: bits.tobytes() for name, bits in deltas.applied(delta, model[1]).items()}]
+        return data, [
+            digests,
+            {name: bits.tobytes() for name, bits in deltas.applied(delta, model[1]).items()},
+        ]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiles, "BLOCK", 100)
@@ -123,10 +135,16 @@ def test_every_instruction_set_and_numpy_code_any_blocks_alike(model: Any, codec
 
 @pytest.mark.parametrize("runs", [0, 1, 40])
 def test_groups_of_many_payloads_are_the_references(runs: int) -> None:
-    """Runs of two kinds, which do not share tables, and some without a change; a group ends where a payload does."""
+    """Runs of two kinds, which do not share tables, and some without a change; a group ends where a payload
+    does.
+    """
     random = np.random.default_rng(runs)
     value_V = np.array([0, 3, 100, 101, 102, 110, 255])
-    rate_KVS = random.random((2, value_V.size, 9)) * np.array([1, 200])[:, None, None] * (random.random((2, 7, 9)) < 0.6)
+    rate_KVS = (
+        random.random((2, value_V.size, 9))
+        * np.array([1, 200])[:, None, None]
+        * (random.random((2, 7, 9)) < 0.6)
+    )
     step_RVS = random.poisson(rate_KVS[random.integers(0, 2, runs)]).astype(np.uint32)
     step_RVS[random.random(runs) < 0.1] = 0
     element_RE = random.random((runs, 256)) * 5000

@@ -21,26 +21,40 @@ Model = dict[tuple[str, int], int]
 @st.composite
 def layouts(draw: st.DrawFn) -> Layout:
     """Several widths, whose tensors alternate; some are empty or scalars."""
-    dtypes = draw(st.lists(st.sampled_from(["uint8", "bfloat16", "float16", "float32", "int64"]), min_size=1, max_size=7))
+    dtypes = draw(
+        st.lists(
+            st.sampled_from(["uint8", "bfloat16", "float16", "float32", "int64"]), min_size=1, max_size=7
+        )
+    )
     shapes = st.sampled_from([(), (0,), (1,), (2, 3), (3, 0)]) | st.tuples(st.integers(1, 30))
-    return Layout({f"{n}.{dtype}": TensorSpec(f"{n}.{dtype}", dtype, draw(shapes)) for n, dtype in enumerate(dtypes)})
+    return Layout(
+        {f"{n}.{dtype}": TensorSpec(f"{n}.{dtype}", dtype, draw(shapes)) for n, dtype in enumerate(dtypes)}
+    )
 
 
 @st.composite
 def states(draw: st.DrawFn, layout: Layout, least: int, most: int) -> list[dict[str, np.ndarray]]:
     """Consecutive bits of a model."""
-    found = [{name: draw(our.bit_arrays(spec.dtype, spec.element_count)) for name, spec in layout.specs.items()}]
+    found = [
+        {name: draw(our.bit_arrays(spec.dtype, spec.element_count)) for name, spec in layout.specs.items()}
+    ]
     for _ in range(draw(st.integers(least, most)) - 1):
-        following = st.sampled_from(found).map(lambda bits: {name: bits_N.copy() for name, bits_N in bits.items()})
+        following = st.sampled_from(found).map(
+            lambda bits: {name: bits_N.copy() for name, bits_N in bits.items()}
+        )
         if draw(st.booleans()):
             found.append(draw(following))
         else:
-            found.append({name: draw(our.new_bits(found[-1][name], spec.dtype)) for name, spec in layout.specs.items()})
+            found.append(
+                {name: draw(our.new_bits(found[-1][name], spec.dtype)) for name, spec in layout.specs.items()}
+            )
     return found
 
 
 @st.composite
-def histories(draw: st.DrawFn, least: int = 2, most: int = 5) -> tuple[Layout, list[dict[str, np.ndarray]], list[Delta]]:
+def histories(
+    draw: st.DrawFn, least: int = 2, most: int = 5
+) -> tuple[Layout, list[dict[str, np.ndarray]], list[Delta]]:
     """Consecutive bits, and the deltas between them."""
     layout = draw(layouts())
     bits = draw(states(layout, least, most))
@@ -94,9 +108,14 @@ def test_a_layout_has_each_element_once_in_the_order_of_the_table(layout: Layout
 @given(layouts(), st.data())
 def test_counts_are_those_of_each_tensor(layout: Layout, data: st.DataObject) -> None:
     for vector in layout.vectors.values():
-        few = data.draw(st.sets(st.integers(0, max(0, vector.element_count - 1)), max_size=vector.element_count))
+        few = data.draw(
+            st.sets(st.integers(0, max(0, vector.element_count - 1)), max_size=vector.element_count)
+        )
         at_K = np.array(sorted(few), vector.index_dtype)
-        expected = [sum(first <= at < last for at in few) for first, last in itertools.pairwise(vector.first_T.tolist())]
+        expected = [
+            sum(first <= at < last for at in few)
+            for first, last in itertools.pairwise(vector.first_T.tolist())
+        ]
         assert vector.count(at_K).tolist() == expected
 
 
@@ -152,7 +171,10 @@ def test_compacting_does_not_depend_on_the_grouping(history: tuple, data: st.Dat
 
 
 def negated(delta: Delta) -> Delta:
-    return Delta(delta.layout, {width: Sparse(at_K, np.negative(step_K)) for width, (at_K, step_K) in delta.steps.items()})
+    return Delta(
+        delta.layout,
+        {width: Sparse(at_K, np.negative(step_K)) for width, (at_K, step_K) in delta.steps.items()},
+    )
 
 
 @given(histories())

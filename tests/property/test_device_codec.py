@@ -1,6 +1,8 @@
-"""Payloads of a delta in a device's memory: the same bytes as the host writes, and decoded there to the same changes.
+"""Payloads of a delta in a device's memory: the same bytes as the host writes, and decoded there to the same
+changes.
 
-Triton's interpreter takes milliseconds for each change of the longest stream and for each program, so models are tiny here.
+Triton's interpreter takes milliseconds for each change of the longest stream and for each program, so models
+are tiny here.
 """
 
 from __future__ import annotations
@@ -70,7 +72,10 @@ class Case:
     @property
     def digests(self) -> dict[int, np.ndarray]:
         found = deltas.digests(self.new)
-        return {w: np.array([found[name] for name in of.names], np.uint64) for w, of in self.layout.vectors.items()}
+        return {
+            w: np.array([found[name] for name in of.names], np.uint64)
+            for w, of in self.layout.vectors.items()
+        }
 
     def there(self, are_new: bool = True) -> DeviceDelta:
         """The delta and the bits on the device, in buffers with gaps."""
@@ -88,14 +93,17 @@ class Case:
                 base_B = np.unique(np.concatenate([np.arange(*edges, BLOCK) for edges in _pairs(of.first_T)]))
                 bound_B = np.append(np.searchsorted(at_K, base_B), at_K.size)
                 arrays = at_K.astype(np.int32), step_K.view(f"i{width}"), base_B, bound_B
-                steps[width] = DeviceSparse(*(torch.from_numpy(each).to(DEVICE) for each in arrays), of.count(at_K))
+                steps[width] = DeviceSparse(
+                    *(torch.from_numpy(each).to(DEVICE) for each in arrays), of.count(at_K)
+                )
         return DeviceDelta(self.layout, steps, bits)
 
     def encoded(self, name: str, most: int) -> list[Encoded]:
         """What the host writes."""
         of = deltas.digests(self.new)
         return [
-            codec.get(name).encode(part, lambda tensor: (self.new[tensor], 0), of, 8, 7) for part in self.delta.split(most)
+            codec.get(name).encode(part, lambda tensor: (self.new[tensor], 0), of, 8, 7)
+            for part in self.delta.split(most)
         ]
 
 
@@ -104,7 +112,9 @@ def _pairs(edges: np.ndarray) -> Iterator[tuple[int, int]]:
 
 
 def case(fraction: float, shapes: dict[str, list[tuple[int, ...]]] = SHAPES, seed: int = 0) -> Case:
-    """Weights and a step that changes small ones rather than large ones, by small steps and a few of any size."""
+    """Weights and a step that changes small ones rather than large ones, by small steps and a few of any
+    size.
+    """
     random, specs, old, new = np.random.default_rng(seed), dict[str, TensorSpec](), {}, {}
     for number in range(max(map(len, shapes.values()))):
         for dtype, of in shapes.items():
@@ -115,7 +125,9 @@ def case(fraction: float, shapes: dict[str, list[tuple[int, ...]]] = SHAPES, see
                 step = random.choice(np.array([1, -1, 1, -1, 2, -3, 7], f"i{before.itemsize}"), before.size)
                 wild = random.random(before.size) < 0.02
                 step[wild] = np.frombuffer(random.bytes(before.nbytes), step.dtype)[wild] | 1
-                likely = np.minimum(1, fraction * 2 * np.exp(-np.abs(values) / np.abs(values).mean() if before.size else 0))
+                likely = np.minimum(
+                    1, fraction * 2 * np.exp(-np.abs(values) / np.abs(values).mean() if before.size else 0)
+                )
                 moves = random.random(before.size) < (likely if fraction < 1 else 1)
                 specs[spec.name], old[spec.name] = spec, before
                 new[spec.name] = np.where(moves, before + step.view(before.dtype), before)
@@ -143,7 +155,9 @@ def test_a_device_writes_the_hosts_bytes_and_reads_them(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", CODECS)
-@pytest.mark.parametrize(("fraction", "shapes"), [(1.0, [(6, 8)]), (0.3, [(1,)] * 9), (0.02, [(9, 30)])], ids=str)
+@pytest.mark.parametrize(
+    ("fraction", "shapes"), [(1.0, [(6, 8)]), (0.3, [(1,)] * 9), (0.02, [(9, 30)])], ids=str
+)
 def test_all_few_and_tiny(name: str, fraction: float, shapes: list[tuple[int, ...]]) -> None:
     made = case(fraction, {"bfloat16": shapes}, seed=3)
     found, there = _written(made, name, 10**6)
@@ -153,16 +167,22 @@ def test_all_few_and_tiny(name: str, fraction: float, shapes: list[tuple[int, ..
 
 def _prove(name: str, there: DeviceDelta, digests: dict[int, np.ndarray], files: list[bytes]) -> None:
     record = encode.record_of(name, 8, 7, there.changed)
-    DeviceCoder(there).prove(record, there, digests, [(str(number), data) for number, data in enumerate(files)])
+    DeviceCoder(there).prove(
+        record, there, digests, [(str(number), data) for number, data in enumerate(files)]
+    )
 
 
 QWEN3 = [(160, 1024), (1024,), (32, 1024), (128,), (32, 3072), (1024,)]
-"""A Qwen3-0.6B: embedding (151,936 rows), norms, projections, with as many tiles, of as many columns, but fewer rows."""
+"""A Qwen3-0.6B: embedding (151,936 rows), norms, projections, with as many tiles, of as many columns, but
+fewer rows.
+"""
 
 
 @pytest.mark.parametrize("name", ["context"] if INTERPRETED else CODECS)  # which has tiles
 def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """16 by 16 tiles of 64 columns, so that chunks have two rows; 8 by 8 of 128 and 384; vectors by gaps between them."""
+    """16 by 16 tiles of 64 columns, so that chunks have two rows; 8 by 8 of 128 and 384; vectors by gaps
+    between them.
+    """
     monkeypatch.setattr(tiles, "BLOCK", 1 << 12)
     monkeypatch.setattr(vector, "GROUP_CHANGED", 600)
     for constant, value in {"TILE": 1 << 9, "SMALL": 4 << 9, "LEAST": 1 << 8, "FEW": 3}.items():
@@ -199,12 +219,16 @@ def test_words_of_a_stranger_end_where_the_host_ends(name: str) -> None:
     for _ in range(3):
         words = encoded.arrays[entry].clone()
         words[int(random.integers(words.numel()))] ^= int(random.integers(1, 1 << 31))
-        payload = codec.open_payload(dataclasses.replace(encoded, arrays=encoded.arrays | {entry: words}).to_bytes())
+        payload = codec.open_payload(
+            dataclasses.replace(encoded, arrays=encoded.arrays | {entry: words}).to_bytes()
+        )
         assert _read(made, payload, places) == _read_by_the_host(made, payload)
 
 
 @pytest.mark.parametrize("name", CODECS)
-def test_a_publisher_whose_shadow_is_there_encodes_and_proves_there(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_publisher_whose_shadow_is_there_encodes_and_proves_there(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(kernels, "ACCELERATORS", {"cuda", "cpu"})
     store = open_store(f"memory://{uuid.uuid4().hex}")
     made = case(0.2, {"bfloat16": [(8, 9), (4,)]}, seed=7)

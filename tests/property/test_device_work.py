@@ -1,4 +1,5 @@
-"""What the host does where a device encodes, proves and decodes: calls of Python, and arrays of the size of the changes.
+"""What the host does where a device encodes, proves and decodes: calls of Python, and arrays of the size of
+the changes.
 
 `test_gpu_diff.py` has the same of comparing, `test_live_devices.py` of staging and commits.
 
@@ -46,7 +47,8 @@ class Work:
 
     Attributes:
         calls: Functions called, Python's and C's; not counted while memory is traced.
-        peak_bytes: The most bytes that NumPy and Python allocate between two launches. Torch's memory is the device's.
+        peak_bytes: The most bytes that NumPy and Python allocate between two launches. Torch's memory is the
+            device's.
         crossed_bytes: Bytes of tensors that were copied from the device, without words.
     """
 

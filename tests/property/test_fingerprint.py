@@ -23,7 +23,9 @@ def test_parts_add_up_to_the_whole(key: int, pair: tuple[np.ndarray, np.ndarray]
 
 
 @given(keys, our.bit_pairs())
-def test_updating_with_what_changed_gives_the_full_fingerprint(key: int, pair: tuple[np.ndarray, np.ndarray]) -> None:
+def test_updating_with_what_changed_gives_the_full_fingerprint(
+    key: int, pair: tuple[np.ndarray, np.ndarray]
+) -> None:
     old_N, new_N = pair
     index_K, step_K = native.diff(old_N, new_N)
     before = native.fingerprint(key, old_N)
@@ -36,7 +38,8 @@ def test_updating_with_what_changed_gives_the_full_fingerprint(key: int, pair: t
 def test_a_wrong_old_value_under_a_step_changes_the_outcome(
     key: int, pair: tuple[np.ndarray, np.ndarray], data: st.DataObject
 ) -> None:
-    # The published chain: fingerprint before, and after. A replica whose bits rotted in between updates incrementally.
+    # The published chain: fingerprint before, and after. A replica whose bits rotted in between updates
+    # incrementally.
     old_N, new_N = pair
     index_K, step_K = native.diff(old_N, new_N)
     assume(index_K.size > 0)
@@ -65,7 +68,9 @@ def test_swapped_elements_change_the_fingerprint() -> None:
 
 
 def test_the_zeros_differ() -> None:
-    assert native.fingerprint(0, np.array([0x0000], np.uint16)) != native.fingerprint(0, np.array([0x8000], np.uint16))
+    assert native.fingerprint(0, np.array([0x0000], np.uint16)) != native.fingerprint(
+        0, np.array([0x8000], np.uint16)
+    )
 
 
 @given(st.text(), st.text())

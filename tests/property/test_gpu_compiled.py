@@ -1,4 +1,6 @@
-"""Every Triton kernel as production launches it, compiled for GPUs that are not there: registers, spills, width of loads."""
+"""Every Triton kernel as production launches it, compiled for GPUs that are not there: registers, spills,
+width of loads.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def _check(found: list[Compiled]) -> None:
 @compiled_only
 @pytest.mark.parametrize("target", TARGETS)
 def test_comparing(target: str) -> None:
-    """All widths, and float32 rounded to bfloat16; what is aligned, as nearly all tensors are, is read many at a time."""
+    """All widths, and float32 rounded to bfloat16; what is aligned, as nearly all tensors are, is read many
+    at a time.
+    """
     with compiling(target, gpu_diff) as found:
         for width, new_width in ((1, 1), (2, 2), (4, 4), (8, 8), (2, 4)):
             for address in (0x1000, 0x1001):
@@ -57,18 +61,24 @@ def test_comparing(target: str) -> None:
                     line_RC = np.zeros((1, gpu_diff.COLUMNS), np.int64)
                     line_RC[0, [gpu_diff.OLD, gpu_diff.NEW, gpu_diff.COUNT]] = 0x1000, address, size
                     nothing = np.zeros(1, np.int64)
-                    of = gpu_diff.Comparison(torch.device("cpu"), width, line_RC, np.full(1, new_width), nothing, 1, nothing)
+                    of = gpu_diff.Comparison(
+                        torch.device("cpu"), width, line_RC, np.full(1, new_width), nothing, 1, nothing
+                    )
                     launched = of._launch(size, lambda run, to: None)
                     launched.count_B.fill_(groups.BLOCK)
                     of._overflowing(launched, lambda run, to: None)
-                    of.apply(DeviceSparse(launched.low_K, launched.step_K, of._base_B, launched.bound_B, nothing))
+                    of.apply(
+                        DeviceSparse(launched.low_K, launched.step_K, of._base_B, launched.bound_B, nothing)
+                    )
                     of.sums()
     _check(found)
     assert sorted(kernel.name for kernel in found) == (
         ["_all"] * 10 + ["_apply"] * 4 + ["_compare"] * 10 + ["_pack"] * 8 + ["_print"] * 4
     )  # of all blocks, and of those that are listed
     wide = [
-        re.search(r"ld\.global\.(v4\.b32|v2\.b64)|_load_dwordx4", of.code) for of in found if of.name in ("_compare", "_all")
+        re.search(r"ld\.global\.(v4\.b32|v2\.b64)|_load_dwordx4", of.code)
+        for of in found
+        if of.name in ("_compare", "_all")
     ]
     assert sum(match is not None for match in wide) >= 9  # `_all` reads one byte eight times
 
@@ -95,7 +105,9 @@ def test_commits(target: str) -> None:
             for count in (16, 3):
                 low_K, step_K = torch.zeros(count, dtype=torch.int32), torch.zeros(count, dtype=dtype)
                 for mutates in (False, True):
-                    writes = Writes(of, low_K, step_K, np.zeros(3, np.int64), np.array([count, 0, 3]), mutates=mutates)
+                    writes = Writes(
+                        of, low_K, step_K, np.zeros(3, np.int64), np.array([count, 0, 3]), mutates=mutates
+                    )
                     gpu_segments.prepare(writes)
                     gpu_segments.swap(writes)
             gpu_segments.fingerprint(of, of.whole, *of.empty(((3,), torch.int64)))
@@ -104,8 +116,13 @@ def test_commits(target: str) -> None:
     names = ["_fingerprint"] * 8 + ["_fingerprint_strided"] * 4 + ["_prepare"] * 8 + ["_swap"] * 8
     assert sorted(kernel.name for kernel in found) == names
     assert len(found) == warm
-    wide = [kernel for kernel in found if re.search(r"ld\.global\.(v4\.b32|v2\.b64|v2\.b32|b64)|_load_dwordx", kernel.code)]
-    assert sum(kernel.name == "_fingerprint" for kernel in wide) >= 4  # what is aligned is read many elements at a time
+    wide = [
+        kernel
+        for kernel in found
+        if re.search(r"ld\.global\.(v4\.b32|v2\.b64|v2\.b32|b64)|_load_dwordx", kernel.code)
+    ]
+    # what is aligned is read many elements at a time
+    assert sum(kernel.name == "_fingerprint" for kernel in wide) >= 4
 
 
 @compiled_only
@@ -117,7 +134,11 @@ def test_codecs(target: str, widths: tuple[int, ...]) -> None:
     with compiling(target, gpu_coder, gpu_classes) as found:
         for width in widths:
             unsigned = getattr(torch, f"uint{8 * width}")
-            long_S, int_S, bound_S = zeros(5, dtype=torch.int64), zeros(5, dtype=torch.int32), zeros(6, dtype=torch.int64)
+            long_S, int_S, bound_S = (
+                zeros(5, dtype=torch.int64),
+                zeros(5, dtype=torch.int32),
+                zeros(6, dtype=torch.int64),
+            )
             at_K, step_K = zeros(40, dtype=torch.int32), zeros(40, dtype=unsigned)
             streams = Streams(bound_S, long_S, int_S, at_K, step_K)
             count = gpu_coder.count(streams, 3)

@@ -1,4 +1,6 @@
-"""Comparing on a GPU, against the reference: there where there is one, else in a subprocess through Triton's interpreter."""
+"""Comparing on a GPU, against the reference: there where there is one, else in a subprocess through Triton's
+interpreter.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,9 @@ def _check(shadow: Shadow, found: Difference, old: dict[str, np.ndarray], new: d
     for piece in found.pieces:
         assert isinstance(piece, DeviceDelta)
         steps |= piece.host().steps
-        assert piece.counts() == {n: int((new[n] != old[n]).sum()) for n in shadow.specs if (new[n] != old[n]).any()}
+        assert piece.counts() == {
+            n: int((new[n] != old[n]).sum()) for n in shadow.specs if (new[n] != old[n]).any()
+        }
     for width, vector in shadow.layout.vectors.items():
         index, step = [], []
         for t, name in enumerate(vector.names):
@@ -96,7 +100,9 @@ def _check(shadow: Shadow, found: Difference, old: dict[str, np.ndarray], new: d
     assert dict(shadow.fingerprints) == dict(fresh)
     some = [*shadow.specs][::-2]
     assert shadow._memory.digests(some) == [fresh[name] for name in some]
-    assert {name for name in old if before[name] != fresh[name]} <= {n for n in old if (new[n] != old[n]).any()}
+    assert {name for name in old if before[name] != fresh[name]} <= {
+        n for n in old if (new[n] != old[n]).any()
+    }
 
 
 def _assert_finds(pairs: Sequence[Pair]) -> None:
@@ -118,13 +124,16 @@ def _assert_finds(pairs: Sequence[Pair]) -> None:
 def test_elements_that_are_written_between_two_reads(
     density: float, kind: str, lasting: bool, back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gain, steps and count are of one read: the shadow's fingerprints are those of the bits that it takes."""
+    """Gain, steps and count are of one read: the shadow's fingerprints are those of the bits that it
+    takes.
+    """
     random = np.random.default_rng(7)
     old_N = random.integers(0, 1 << 12, 600, np.uint16)
     first_N = np.where(random.random(600) < density, old_N + 1, old_N).astype(np.uint16)
     later_N = np.where(random.random(600) < 0.5, old_N if back else first_N + 5, first_N).astype(np.uint16)
     if not back:
-        later_N[100:300] = old_N[100:300] + 9  # more changes than before, in blocks whose place has no room for them
+        # more changes than before, in blocks whose place has no room for them
+        later_N[100:300] = old_N[100:300] + 9
 
     def tensor(bits_N: np.ndarray) -> torch.Tensor:
         held = _tensor(bits_N).view(torch.bfloat16)
@@ -189,7 +198,9 @@ def test_more_changes_than_slots_or_the_result_have_room_for(
 
 
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
-def test_tensors_that_are_not_aligned_or_strided_or_elsewhere(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_are_not_aligned_or_strided_or_elsewhere(
+    width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(groups, "COPIED", 30)
     monkeypatch.setattr(groups, "COPIES_BYTES", 40 * width)
     random = np.random.default_rng(1)
@@ -214,7 +225,9 @@ def test_tensors_that_are_not_aligned_or_strided_or_elsewhere(width: int, monkey
 
 
 def _bfloat16_of(master_N: np.ndarray) -> np.ndarray:
-    """float32 bits to bfloat16 bits as torch rounds; NaNs, of which torch keeps nothing, truncated and made quiet."""
+    """float32 bits to bfloat16 bits as torch rounds; NaNs, of which torch keeps nothing, truncated and made
+    quiet.
+    """
     values_N = torch.from_numpy(master_N.view("f4").copy())
     rounded_N = values_N.to(torch.bfloat16).view(torch.int16).numpy().view("u2")
     return np.where(np.isnan(values_N.numpy()), (master_N >> 16).astype("u2") | np.uint16(0x40), rounded_N)
@@ -236,7 +249,9 @@ def test_ties_carries_and_the_step_to_infinity_round_as_in_torch() -> None:
     upper = np.arange(1 << 16, dtype=np.uint32)[:: 7 if INTERPRETED else 1] << 16
     master_N = (upper[:, None] + np.array([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF], np.uint32)).ravel()
     if INTERPRETED:
-        master_N = np.concatenate([master_N[::229], master_N[master_N >> 16 == 0x7F7F], np.array([0x7F7FFFFF], np.uint32)])
+        master_N = np.concatenate(
+            [master_N[::229], master_N[master_N >> 16 == 0x7F7F], np.array([0x7F7FFFFF], np.uint32)]
+        )
     _assert_rounds(np.zeros_like(master_N), master_N)
 
 
@@ -278,26 +293,34 @@ def test_positions_past_2_to_the_32() -> None:
     np.testing.assert_array_equal(steps.at_K, index_K + np.int64(start))
     np.testing.assert_array_equal(steps.data_K, step_K)
     limits = torch.tensor([0, start, 1 << 32, (1 << 32) + 50, 5 << 32], device=DEVICE)
-    assert delta.steps[2].count_below(limits).tolist() == np.searchsorted(steps.at_K, limits.cpu().numpy()).tolist()
+    assert (
+        delta.steps[2].count_below(limits).tolist()
+        == np.searchsorted(steps.at_K, limits.cpu().numpy()).tolist()
+    )
     key = int(memory._layout.vectors[2].key_T[0])
     wanted = native.fingerprint(key, new_N, start) - native.fingerprint(key, old_N, start)
     assert int(found.gains[2][0]) == wanted % (1 << 64)
 
 
 @pytest.mark.parametrize("tensor_count", [3, 30])
-def test_launches_do_not_depend_on_the_number_of_tensors(tensor_count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_launches_do_not_depend_on_the_number_of_tensors(
+    tensor_count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(groups, "GROUP_BLOCKS", 1 << 16)
     launched = list[str]()
     for name in ("_compare", "_pack", "_apply"):
         monkeypatch.setattr(gpu_diff, name, _Counted(getattr(gpu_diff, name), launched))
     random = np.random.default_rng(2)
-    pairs = [_random_pair(random, 600 // tensor_count, width, 0.1) for _ in range(tensor_count) for width in (2, 4)]
+    pairs = [
+        _random_pair(random, 600 // tensor_count, width, 0.1) for _ in range(tensor_count) for width in (2, 4)
+    ]
     weights = {str(n): _tensor(old_N) for n, (old_N, _) in enumerate(pairs)}
     known = _compared({name: tensor.clone() for name, tensor in weights.items()})
     for tensor in weights.values():
         tensor[::50] += 1
     known.shadow.apply(known.compare(weights))
-    assert sorted(launched) == ["_apply", "_apply", "_compare", "_compare", "_pack", "_pack"]  # of each width one
+    # of each width one
+    assert sorted(launched) == ["_apply", "_apply", "_compare", "_compare", "_pack", "_pack"]
 
 
 @dataclasses.dataclass
@@ -366,7 +389,8 @@ def test_as_many_calls_for_many_tensors_as_for_few(monkeypatch: pytest.MonkeyPat
     """Of a publish's comparison and of taking it over: the same elements in 339 and in 18,819 tensors."""
     for name in ("_pack", "_apply", "_print"):
         monkeypatch.setattr(gpu_diff, name, _Fake(_nothing))
-    monkeypatch.setattr(gpu_diff, "_compare", _Fake(lambda *given, **_: given[3].fill_(1)))  # one change in each block
+    # one change in each block
+    monkeypatch.setattr(gpu_diff, "_compare", _Fake(lambda *given, **_: given[3].fill_(1)))
     monkeypatch.setattr(groups, "GROUP_BLOCKS", 1 << 16)
     zeros = torch.zeros
     monkeypatch.setattr(torch, "empty", lambda *sizes, **options: zeros(*sizes, **options))
@@ -375,7 +399,9 @@ def test_as_many_calls_for_many_tensors_as_for_few(monkeypatch: pytest.MonkeyPat
     assert many <= 1.1 * few
 
 
-@pytest.mark.skipif(not INTERPRETED, reason="the host's memory stands for the device's, so that its arrays are seen")
+@pytest.mark.skipif(
+    not INTERPRETED, reason="the host's memory stands for the device's, so that its arrays are seen"
+)
 def test_nothing_of_the_size_of_the_changes_is_made_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """NumPy traces its arrays, and torch does not: what torch has is on the device."""
     _set_sizes(monkeypatch, 4096, 1 << 16, 4096)
@@ -441,7 +467,9 @@ def test_a_publisher_whose_shadow_is_on_the_device(lasting: bool) -> None:
             replica = Replica(url)
             assert replica.sync() == version
             for name, found in replica.state_dict().items():
-                served = weights[name].cpu() if name in ("router", "count") else weights[name].cpu().bfloat16()
+                served = (
+                    weights[name].cpu() if name in ("router", "count") else weights[name].cpu().bfloat16()
+                )
                 np.testing.assert_array_equal(bits_of(found), bits_of(served))
         assert publisher.shadow_bytes["host"] == 0 < publisher.shadow_bytes["device"]
 

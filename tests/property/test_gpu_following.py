@@ -1,4 +1,6 @@
-"""A follower whose weights are on a GPU, which Triton's interpreter plays: words cross, are decoded, staged, committed."""
+"""A follower whose weights are on a GPU, which Triton's interpreter plays: words cross, are decoded, staged,
+committed.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class Gpu(StandIn):
 def _states(count: int) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     dtypes = {name: torch.float32 if name == "router" else torch.bfloat16 for name in SHAPES}
-    found = [{name: torch.randn(shape, generator=generator).to(dtypes[name]) for name, shape in SHAPES.items()}]
+    found = [
+        {name: torch.randn(shape, generator=generator).to(dtypes[name]) for name, shape in SHAPES.items()}
+    ]
     for _ in range(count - 1):
         found.append({name: tensor.clone() for name, tensor in found[-1].items()})
         for number, (name, tensor) in enumerate(found[-1].items()):

@@ -77,8 +77,12 @@ def test_take_copies_and_tells_of_what_it_copied(key: int, pair: tuple[np.ndarra
     assert found == native.fingerprint(key, bits_N)
 
 
-@given(keys, st.lists(st.tuples(st.integers(0, (1 << 62) - 1), st.integers(0, MASK)), max_size=20), our.widths)
-def test_cell_hash_is_splitmix64_for_indices_past_every_limit(key: int, cells: list[tuple[int, int]], width: int) -> None:
+@given(
+    keys, st.lists(st.tuples(st.integers(0, (1 << 62) - 1), st.integers(0, MASK)), max_size=20), our.widths
+)
+def test_cell_hash_is_splitmix64_for_indices_past_every_limit(
+    key: int, cells: list[tuple[int, int]], width: int
+) -> None:
     index_K = np.array([index for index, _ in cells], np.int64)
     bits_K = np.array([bits & ((1 << (8 * width)) - 1) for _, bits in cells], f"u{width}")
     found = reference.cell_hash(key, index_K, bits_K).tolist()
@@ -92,7 +96,9 @@ def test_cell_hash_is_splitmix64_for_indices_past_every_limit(key: int, cells: l
 
 
 @given(keys, our.bit_pairs(), st.integers(0, 1 << 30) | st.just(1 << 32))
-def test_to_compare_is_to_diff_and_only_reads(key: int, pair: tuple[np.ndarray, np.ndarray], start: int) -> None:
+def test_to_compare_is_to_diff_and_only_reads(
+    key: int, pair: tuple[np.ndarray, np.ndarray], start: int
+) -> None:
     old_N, new_N = pair
     before_N, bounds = old_N.copy(), ((1 << (8 * old_N.itemsize - 1)) - 1, int(new_N[0]) if new_N.size else 0)
     wanted_K, wanted_step_K = reference.diff(old_N, new_N)
@@ -113,7 +119,9 @@ def test_a_position_outside_of_its_tensor_is_refused_before_anything_is_written(
     before_N, at = bits_N.copy(), data.draw(st.sampled_from([-1, bits_N.size, 1 << 30]))
     vector = one_tensor.vector_of(1, bits_N)
     vars(vector)["count"] = lambda at_K: np.array([at_K.size])
-    steps = Sparse(np.array([*range(min(bits_N.size, 1)), at], np.int32), np.ones(1 + min(bits_N.size, 1), bits_N.dtype))
+    steps = Sparse(
+        np.array([*range(min(bits_N.size, 1)), at], np.int32), np.ones(1 + min(bits_N.size, 1), bits_N.dtype)
+    )
     with pytest.raises(ValueError, match="outside"):
         native.add(vector, np.array([bits_N.ctypes.data]), steps)
     np.testing.assert_array_equal(bits_N, before_N)
@@ -146,7 +154,9 @@ for thread in threads:
     thread.join()
 print([os.waitpid(child, 0)[1] for child in children])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True
+    )
     assert done.stdout.strip() == "[0, 0, 0, 0, 0]", done.stderr
 
 
@@ -180,7 +190,15 @@ def test_arrays_of_wrong_sizes_are_refused() -> None:
             one,
             np.zeros((3, 1), np.int64),
         ),
-        "groups": (1, np.array([0, 2]), np.zeros((1, 256)), one, np.zeros((1, 1, 2), np.uint32), np.zeros(3), *4 * (one,)),
+        "groups": (
+            1,
+            np.array([0, 2]),
+            np.zeros((1, 256)),
+            one,
+            np.zeros((1, 1, 2), np.uint32),
+            np.zeros(3),
+            *4 * (one,),
+        ),
     }.items():
         with pytest.raises(ValueError, match="wrong sizes"):
             getattr(extension, name)(*arguments)

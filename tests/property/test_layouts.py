@@ -1,4 +1,6 @@
-"""Several workers against one: any layout of shards, any chain of full weights, deltas and compactions, forth and back."""
+"""Several workers against one: any layout of shards, any chain of full weights, deltas and compactions, forth
+and back.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ WHOLE: Layout = dict.fromkeys(SHAPES, (0, 0, 1))
 
 
 class Shard(torch.nn.Module):
-    """One worker's part of the model, and a loader as vLLM's: each tensor's piece is cut out of the checkpoint's tensor."""
+    """One worker's part of the model, and a loader as vLLM's: each tensor's piece is cut out of the
+    checkpoint's tensor.
+    """
 
     def __init__(self, layout: Layout, weights: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -64,10 +68,15 @@ class Engine:
 
 @st.composite
 def layouts(draw: st.DrawFn) -> list[Layout]:
-    """What each worker holds: rows, columns or experts of a tensor, copies of what another holds, all of it, or nothing."""
+    """What each worker holds: rows, columns or experts of a tensor, copies of what another holds, all of it,
+    or nothing.
+    """
     found: list[Layout] = [{} for _ in range(draw(st.integers(2, 4)))]
     for name, shape in SHAPES.items():
-        dim, count = draw(st.integers(0, max(0, len(shape) - 1))), draw(st.integers(1, len(found) if shape else 1))
+        dim, count = (
+            draw(st.integers(0, max(0, len(shape) - 1))),
+            draw(st.integers(1, len(found) if shape else 1)),
+        )
         for number, worker in enumerate(draw(st.permutations(found))):
             at = number if number < count else draw(st.none() | st.integers(0, count - 1))
             if at is not None:
@@ -77,9 +86,13 @@ def layouts(draw: st.DrawFn) -> list[Layout]:
 
 @st.composite
 def channels(draw: st.DrawFn) -> tuple[Made, list[VersionId]]:
-    """Some versions, deltas of any codec and full weights, each of which changes a part of some tensors; and compactions."""
+    """Some versions, deltas of any codec and full weights, each of which changes a part of some tensors; and
+    compactions.
+    """
     random = torch.Generator().manual_seed(draw(strategies.seeds))
-    weights = {name: torch.randn(shape, generator=random).to(torch.bfloat16) for name, shape in SHAPES.items()}
+    weights = {
+        name: torch.randn(shape, generator=random).to(torch.bfloat16) for name, shape in SHAPES.items()
+    }
     channel = Made(open_store(f"memory://{uuid.uuid4().hex}"))
     channel.create(weights)
     versions = [channel.anchor(weights).version]
@@ -99,7 +112,9 @@ def channels(draw: st.DrawFn) -> tuple[Made, list[VersionId]]:
     return channel, versions
 
 
-def chain(data: st.DataObject, reader: ChannelReader, have: VersionId | None, target: VersionId) -> list[StoredRecord]:
+def chain(
+    data: st.DataObject, reader: ChannelReader, have: VersionId | None, target: VersionId
+) -> list[StoredRecord]:
     """A chain between two versions without some objects; empty if none is left."""
     known = [info.key for _, info in (*reader.slots(), *reader.shortcuts())]
     avoid = dict.fromkeys(data.draw(st.sets(st.sampled_from(known))), "left out")
@@ -122,7 +137,10 @@ def follow(data: st.DataObject, channel: Made, versions: list[VersionId], held: 
             assert workers.stage(way) == way
             workers.commit(way)
             live = target
-            bits = {name: sha256_hex(bits_of(tensor).tobytes()) for name, tensor in channel.bits[live.sha256].items()}
+            bits = {
+                name: sha256_hex(bits_of(tensor).tobytes())
+                for name, tensor in channel.bits[live.sha256].items()
+            }
             assert workers.digest() == bits
             workers.settle()
             assert workers.version == live
@@ -130,7 +148,9 @@ def follow(data: st.DataObject, channel: Made, versions: list[VersionId], held: 
 
 @settings(max_examples=40)
 @given(held=layouts(), model=channels(), data=st.data())
-def test_any_layout_serves_what_one_worker_serves(held: list[Layout], model: tuple, data: st.DataObject) -> None:
+def test_any_layout_serves_what_one_worker_serves(
+    held: list[Layout], model: tuple, data: st.DataObject
+) -> None:
     blocks = mock.patch("deltasync.codec.tiles.BLOCK", 256)  # so that workers hold none of what changes
     with blocks, mock.patch("vllm_plugin.load.layers.checkpoint", lambda _: iter(())):
         follow(data, *model, held)

@@ -1,6 +1,8 @@
-"""Live memory on accelerators: what runs on a GPU, with host memory that stands for its, and the kernels of a GPU.
+"""Live memory on accelerators: what runs on a GPU, with host memory that stands for its, and the kernels of a
+GPU.
 
-Those run through Triton's interpreter in a subprocess, which runs this file again; torch's operations run here as well.
+Those run through Triton's interpreter in a subprocess, which runs this file again; torch's operations run
+here as well.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ if INTERPRETED:
     from deltasync.gpu import segments as gpu_segments
 
     KERNELS.append(gpu_segments)
-with_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
+with_kernels = pytest.mark.parametrize(
+    "kernels", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2]
+)
 with_patches = pytest.mark.parametrize("kind", ["steps", "whole", "whole with few differences"])
 
 MIB = 1 << 20
@@ -93,12 +97,17 @@ class Model:
 
 def make(*places: Device | None, rows: int = 40, columns: int = 24) -> Model:
     """Half of the columns transposed, the other half in a wider buffer, on devices in turn."""
-    specs = {name: TensorSpec(name, dtype, (rows, columns)) for name, dtype in (("a", "bfloat16"), ("b", "float32"))}
+    specs = {
+        name: TensorSpec(name, dtype, (rows, columns))
+        for name, dtype in (("a", "bfloat16"), ("b", "float32"))
+    }
     segments, bits = {}, {}
     random = np.random.default_rng(1)
     half = columns // 2
     for name, spec in specs.items():
-        bits[name] = random.integers(0, 256, spec.element_count * spec.item_bytes, np.uint8).view(spec.bits_dtype)
+        bits[name] = random.integers(0, 256, spec.element_count * spec.item_bytes, np.uint8).view(
+            spec.bits_dtype
+        )
         full = signed_view(bits[name].copy()).reshape(rows, columns)
         left = full[:, :half].T.contiguous().T
         right = torch.zeros((rows, columns + 3), dtype=full.dtype)[:, 2 : 2 + columns - half]
@@ -115,7 +124,9 @@ def test_commit_and_rollback(kernels: ModuleType, kind: str, small: None) -> Non
     model = make(StandIn(kernels), None, StandIn(kernels))
     memory = model.memory
     before = dict(memory.fingerprints)
-    assert before == {name: reference.fingerprint(tensor_key(name), bits_N) for name, bits_N in model.bits.items()}
+    assert before == {
+        name: reference.fingerprint(tensor_key(name), bits_N) for name, bits_N in model.bits.items()
+    }
     model.assert_holds(model.bits)
     after = model.after(kind)
 
@@ -175,9 +186,12 @@ def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: 
     specs = {str(number): TensorSpec(str(number), "bfloat16", (16,)) for number in range(segment_count)}
     held = [StandIn(kernels), StandIn(kernels)]
     buffers = [torch.zeros(16 * segment_count, dtype=torch.int16) for _ in held]
-    places = {buffer.untyped_storage().data_ptr(): device for buffer, device in zip(buffers, held, strict=True)}
+    places = {
+        buffer.untyped_storage().data_ptr(): device for buffer, device in zip(buffers, held, strict=True)
+    }
     segments = {
-        name: [Segment(buffers[number % 2][16 * number : 16 * number + 16], (1,), 0)] for number, name in enumerate(specs)
+        name: [Segment(buffers[number % 2][16 * number : 16 * number + 16], (1,), 0)]
+        for number, name in enumerate(specs)
     }
     memory = LiveMemory(specs, segments, lambda live: places[live.untyped_storage().data_ptr()])
     memory.audit()
@@ -192,7 +206,11 @@ def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: 
     with contextlib.ExitStack() as stack:
         if kernels is not torch_ops:
             launch = kernels._launch
-            count = lambda kernel, *rest, **options: launched.append(kernel) or launch(kernel, *rest, **options)  # noqa: E731
+
+            def count(kernel, *rest, **options):
+                launched.append(kernel)
+                return launch(kernel, *rest, **options)
+
             stack.enter_context(mock.patch.object(kernels, "_launch", count))
         report = memory.commit(staged)
     assert [device.launches for device in held] == [["swap"], ["swap"]]
@@ -209,7 +227,9 @@ class _Failure(RuntimeError):
 
 @pytest.mark.parametrize("kind", ["steps", "whole"])
 def test_a_failure_at_any_launch_of_any_device_leaves_the_old_bits(kind: str, small: None) -> None:
-    """A launch that fails, an exchange that has ended before its checksum cannot be read, a fingerprint that fails."""
+    """A launch that fails, an exchange that has ended before its checksum cannot be read, a fingerprint that
+    fails.
+    """
     for number in itertools.count():
         held = [StandIn(), StandIn(), StandIn()]
         model = make(*held)
@@ -219,7 +239,9 @@ def test_a_failure_at_any_launch_of_any_device_leaves_the_old_bits(kind: str, sm
         points = iter(range(1000))
         failed = []
 
-        def fail(name: str, points: Iterator[int] = points, at: int = number, failed: list[str] = failed) -> None:
+        def fail(
+            name: str, points: Iterator[int] = points, at: int = number, failed: list[str] = failed
+        ) -> None:
             if next(points) == at:
                 failed.append(name)
                 raise _Failure(name)
@@ -281,7 +303,11 @@ class _Allocations(TorchDispatchMode):
         self.total = self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        known = {each.untyped_storage().data_ptr() for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)}
+        known = {
+            each.untyped_storage().data_ptr()
+            for each in tree_leaves((args, kwargs))
+            if isinstance(each, torch.Tensor)
+        }
         result = func(*args, **(kwargs or {}))
         for each in tree_leaves(result):
             if isinstance(each, torch.Tensor) and each.untyped_storage().data_ptr() not in known:
@@ -294,7 +320,11 @@ class _Allocations(TorchDispatchMode):
 @pytest.mark.parametrize("kind", ["whole", "whole with few differences"])
 def test_full_weights_take_little_memory_of_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sizes a 32nd part: a model of 288 MiB on a device where 192 MiB more than the reserve are free."""
-    for module, name in ((staging, "_DEVICE_PIECE_BYTES"), (staging, "_DIFFERING_BYTES"), (devices, "_STEP_BYTES")):
+    for module, name in (
+        (staging, "_DEVICE_PIECE_BYTES"),
+        (staging, "_DIFFERING_BYTES"),
+        (devices, "_STEP_BYTES"),
+    ):
         monkeypatch.setattr(module, name, getattr(module, name) // 32)
     device = StandIn(free_bytes=devices.RESERVE_BYTES + 192 * MIB // 32)
     model = make(device, rows=1 << 10, columns=1536)
@@ -326,7 +356,8 @@ def test_staging_beyond_what_is_free_is_refused_before_it_allocates(kind: str) -
     allocated = list(device.allocated)
     after = model.after(kind)
     with pytest.raises(
-        StageError, match=r"Staging needs [\d,]+ bytes on cpu, where 268,436,456 are free, .* 268,435,456 stay"
+        StageError,
+        match=r"Staging needs [\d,]+ bytes on cpu, where 268,436,456 are free, .* 268,435,456 stay",
     ):
         model.stage(kind, after)
     assert device.allocated == allocated
@@ -419,8 +450,12 @@ def test_memory_that_cuda_cannot_pin_is_used_as_it_is(
     assert "cannot pin 100 bytes of host memory (error 2)" in caplog.text
 
 
-@pytest.mark.parametrize(("of", "to"), [(np.int64, torch.int32), (np.int32, torch.int32), (np.uint16, torch.int16)])
-def test_arrays_are_sent_through_rooms_that_stay(of: Any, to: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("of", "to"), [(np.int64, torch.int32), (np.int32, torch.int32), (np.uint16, torch.int16)]
+)
+def test_arrays_are_sent_through_rooms_that_stay(
+    of: Any, to: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each room is filled again only once what was in it has left; integers keep their lower bits."""
     monkeypatch.setattr(devices, "_SENT_BYTES", 16)
     gpu, events = _Gpu(monkeypatch), list[tuple[str, int]]()
@@ -476,10 +511,14 @@ def test_staging_launches_little_at_a_time_and_a_commit_everything(kernels: Modu
     assert max(rows for name, rows in launched if name == "_swap") > 3
 
 
-@pytest.mark.parametrize("last", [1, 9, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 3 << 32, (3 << 32) + 7])
+@pytest.mark.parametrize(
+    "last", [1, 9, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, 3 << 32, (3 << 32) + 7]
+)
 def test_positions_are_searched_by_their_lower_halves(last: int) -> None:
     random = np.random.default_rng(last)
-    near = np.concatenate([(turn << 32) + np.arange(-3, 4) for turn in range(5)] + [random.integers(0, last, 50)])
+    near = np.concatenate(
+        [(turn << 32) + np.arange(-3, 4) for turn in range(5)] + [random.integers(0, last, 50)]
+    )
     at_K = np.unique(near[(near >= 0) & (near < last)])
     limit_L = np.unique(np.concatenate((at_K, at_K + 1, [0, last])))
     sent = lambda *arrays: [torch.from_numpy(array.astype(np.int64)) for array in arrays]  # noqa: E731
@@ -507,7 +546,9 @@ def _calls(run: Any) -> int:
 
 
 class _Flat:
-    """A model of so many tensors in one buffer, each with 20 changes in a hundred elements, as host and device have them."""
+    """A model of so many tensors in one buffer, each with 20 changes in a hundred elements, as host and
+    device have them.
+    """
 
     def __init__(self, tensors: int, elements: int, kernels: ModuleType) -> None:
         size = elements // tensors
@@ -522,7 +563,9 @@ class _Flat:
         steps = Sparse(self.at_K, np.ones(self.at_K.size, np.uint16))
         wanted = dict.fromkeys(specs, None)
         self.on_host = Changed(Delta(layout, {2: steps}), wanted)
-        base_B = np.concatenate([np.arange(first, first + size, BLOCK) for first in range(0, size * tensors, size)])
+        base_B = np.concatenate(
+            [np.arange(first, first + size, BLOCK) for first in range(0, size * tensors, size)]
+        )
         bound_B = np.append(np.searchsorted(self.at_K, base_B), self.at_K.size)
         on_device = DeviceSparse(
             torch.from_numpy(self.at_K),
@@ -548,8 +591,12 @@ def test_python_calls_do_not_depend_on_the_number_of_tensors(kernels: ModuleType
             model.memory.stage(model.on_host)
             found.append(
                 [
-                    _calls(lambda model=model, staged=staged: staged.append(model.memory.stage(model.on_device))),
-                    _calls(lambda model=model, staged=staged: staged.append(model.memory.stage(model.on_host))),
+                    _calls(
+                        lambda model=model, staged=staged: staged.append(model.memory.stage(model.on_device))
+                    ),
+                    _calls(
+                        lambda model=model, staged=staged: staged.append(model.memory.stage(model.on_host))
+                    ),
                     _calls(lambda model=model, staged=staged: model.memory.commit(staged[0])),
                     _calls(lambda model=model, staged=staged: model.memory.compare(staged[0])),
                     _calls(lambda model=model, staged=staged: model.memory.rollback(staged[0])),
@@ -617,7 +664,9 @@ def test_no_check_moves_the_weights_to_the_host(kernels: ModuleType, small: None
 
 
 def test_positions_cross_once_with_32_bits_and_checkpoint_indices_never() -> None:
-    """Which segment a change lies in, and its checkpoint index, follow from the table, which is there already."""
+    """Which segment a change lies in, and its checkpoint index, follow from the table, which is there
+    already.
+    """
     device = StandIn()
     model = make(device)
     sent: list[int] = []
@@ -638,4 +687,8 @@ def test_warming_up_serves_each_dtype_of_a_device() -> None:
 
 def test_the_host_is_no_device_and_a_device_is_made_once() -> None:
     assert devices.device_of(torch.zeros(1)).is_host
-    assert devices.device_of(torch.zeros(1, device="meta")) is devices.device_of(torch.zeros(2, device="meta")) is not None
+    assert (
+        devices.device_of(torch.zeros(1, device="meta"))
+        is devices.device_of(torch.zeros(2, device="meta"))
+        is not None
+    )

@@ -39,7 +39,9 @@ def places(draw: st.DrawFn) -> Place:
     view = checkpoint
     for dim, size in enumerate(shape):
         start = draw(st.integers(0, size - 1))
-        view = view[(slice(None),) * dim + (slice(start, draw(st.integers(start, size)), draw(st.integers(1, 2))),)]
+        view = view[
+            (slice(None),) * dim + (slice(start, draw(st.integers(start, size)), draw(st.integers(1, 2))),)
+        ]
     view = view.permute(*draw(st.permutations(range(view.ndim))))
     order = draw(st.permutations(range(view.ndim)))
     padded = torch.zeros([view.shape[dim] + draw(st.integers(0, 2)) for dim in order], dtype=torch.int32)
@@ -63,7 +65,9 @@ def test_an_empty_segment_holds_nothing() -> None:
 
 
 def _memory_in_pieces(spec: TensorSpec, bits_N: np.ndarray) -> LiveMemory:
-    """A matrix as a fleet holds it: the left columns transposed, the right ones as they are, each in a larger buffer."""
+    """A matrix as a fleet holds it: the left columns transposed, the right ones as they are, each in a larger
+    buffer.
+    """
     rows, columns = spec.shape
     half = columns // 2
     full = int_view(tensor_of(bits_N.copy(), spec)).reshape(rows, columns)
@@ -176,9 +180,13 @@ def _sum_of(memories: list[LiveMemory]) -> int:
 
 def test_copies_that_differ_have_no_fingerprint() -> None:
     spec = TensorSpec("w", "bfloat16", (4,))
-    memory = LiveMemory({"w": spec}, {"w": [Segment(torch.zeros(4, dtype=torch.int16), (1,), 0) for _ in range(2)]})
+    memory = LiveMemory(
+        {"w": spec}, {"w": [Segment(torch.zeros(4, dtype=torch.int16), (1,), 0) for _ in range(2)]}
+    )
     memory.audit()
-    assert memory.fingerprints == {"w": reference.fingerprint(fingerprint.tensor_key("w"), np.zeros(4, np.uint16))}
+    assert memory.fingerprints == {
+        "w": reference.fingerprint(fingerprint.tensor_key("w"), np.zeros(4, np.uint16))
+    }
     memory._segments["w"][1].live[2] = 1
     memory.audit()
     assert memory.fingerprints == {"w": -1}
@@ -243,7 +251,8 @@ def test_memory_that_nobody_uses_takes_a_delta_at_once(model: tuple) -> None:
     specs, old, new = model
     memory, _ = LiveMemory.on_host(specs)
     memory.load(
-        (name, bits_N, digest) for (name, bits_N), digest in zip(old.items(), deltas.digests(old).values(), strict=True)
+        (name, bits_N, digest)
+        for (name, bits_N), digest in zip(old.items(), deltas.digests(old).values(), strict=True)
     )
     memory.apply(deltas.between(Layout(specs), old, new))
     assert all(memory.bits(name).tobytes() == new[name].tobytes() for name in specs)
@@ -269,7 +278,10 @@ def test_a_patch_without_a_place_is_refused_before_anything_is_written() -> None
 
 
 def test_full_weights_of_several_widths_are_copied_together() -> None:
-    specs = {name: TensorSpec(name, dtype, (3,)) for name, dtype in (("a", "uint8"), ("b", "bfloat16"), ("c", "float64"))}
+    specs = {
+        name: TensorSpec(name, dtype, (3,))
+        for name, dtype in (("a", "uint8"), ("b", "bfloat16"), ("c", "float64"))
+    }
     for names in (["a", "b"], ["a", "c"], ["b", "a"], ["a", "b", "c"]):
         memory, tensors = _zeros({name: specs[name] for name in names})
         memory.audit()
@@ -294,7 +306,10 @@ def _two_tensors() -> tuple[LiveMemory, dict[str, torch.Tensor], Changed]:
 
 def _mixed(*dtypes: str) -> tuple[LiveMemory, dict[str, torch.Tensor], list[tuple[str, np.ndarray, int]]]:
     """Zeros, and full weights of which the last tensor differs everywhere and the others in one element."""
-    specs = {f"t{n}": TensorSpec(f"t{n}", dtype, (9 if n < len(dtypes) - 1 else 3,)) for n, dtype in enumerate(dtypes)}
+    specs = {
+        f"t{n}": TensorSpec(f"t{n}", dtype, (9 if n < len(dtypes) - 1 else 3,))
+        for n, dtype in enumerate(dtypes)
+    }
     memory, tensors = _zeros(specs)
     memory.audit()
     new = {name: np.zeros(spec.element_count, spec.bits_dtype) for name, spec in specs.items()}
@@ -345,7 +360,10 @@ def test_without_memory_the_old_bits_stay(lacking: str) -> None:
         with mock.patch.object(table, "_rows", side_effect=MemoryError), pytest.raises(MemoryError):
             memory.stage_weights(weights)
     else:
-        with mock.patch.object(native, "fingerprint_runs", side_effect=MemoryError), pytest.raises(MemoryError):
+        with (
+            mock.patch.object(native, "fingerprint_runs", side_effect=MemoryError),
+            pytest.raises(MemoryError),
+        ):
             memory.commit(memory.stage_weights(weights))
     assert not any(int_view(tensor).any() for tensor in tensors.values())
     memory.commit(memory.stage_weights(weights))

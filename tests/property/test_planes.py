@@ -23,7 +23,9 @@ def test_planes_round_trip(count: int, data: st.DataObject) -> None:
     if (found := planes.compress(number_N)) is not None:
         sizes, entry = found
         assert len(entry) == sum(sizes) < number_N.nbytes
-        np.testing.assert_array_equal(planes.decompress(np.frombuffer(entry, np.uint8), sizes, "w", count), number_N)
+        np.testing.assert_array_equal(
+            planes.decompress(np.frombuffer(entry, np.uint8), sizes, "w", count), number_N
+        )
 
 
 def test_numbers_shrink_and_are_as_the_format_says() -> None:
@@ -32,9 +34,9 @@ def test_numbers_shrink_and_are_as_the_format_says() -> None:
     assert len(entry) < 0.6 * number_N.nbytes
     value_N, at = np.zeros(N, np.uint32), 0
     for plane, size in enumerate(sizes):
-        value_N |= np.frombuffer(zstandard.decompress(entry[at : at + size]), np.uint8).astype(np.uint32) << np.uint32(
-            8 * plane
-        )
+        value_N |= np.frombuffer(zstandard.decompress(entry[at : at + size]), np.uint8).astype(
+            np.uint32
+        ) << np.uint32(8 * plane)
         at += size
     np.testing.assert_array_equal(value_N, number_N)
 
@@ -49,7 +51,9 @@ def test_the_planes_that_the_format_shows() -> None:
     assert (planes.decompress(np.frombuffer(b"".join(frames), np.uint8), [11] * 4, "w", 1000) == 0x3F80).all()
 
 
-def _frame(claimed: int, *blocks: tuple[int, int], window: int | None = None, dictionary: int | None = None) -> bytes:
+def _frame(
+    claimed: int, *blocks: tuple[int, int], window: int | None = None, dictionary: int | None = None
+) -> bytes:
     """A zstandard frame of runs, (length, byte) each, that claims to hold so many bytes.
 
     With `window`, its descriptor's byte; otherwise the content is the window.
@@ -65,7 +69,9 @@ def _frame(claimed: int, *blocks: tuple[int, int], window: int | None = None, di
 
 
 def _decompress(*frames: bytes) -> np.ndarray:
-    return planes.decompress(np.frombuffer(b"".join(frames), np.uint8), [len(frame) for frame in frames], "w", N)
+    return planes.decompress(
+        np.frombuffer(b"".join(frames), np.uint8), [len(frame) for frame in frames], "w", N
+    )
 
 
 GOOD = _frame(N, (N, 7))

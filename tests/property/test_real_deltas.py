@@ -1,6 +1,7 @@
 """The codecs on real deltas: every step of two GRPO runs, of a few tensors (tests/corpus).
 
-Payloads are so small here that headers, tables and counts take a quarter of them; `benchmarks.corpus` measures whole models.
+Payloads are so small here that headers, tables and counts take a quarter of them; `benchmarks.corpus`
+measures whole models.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ def _encoded(codec_name: str, old_N: np.ndarray, new_N: np.ndarray) -> Encoded:
 
 
 def _bits(codec_name: str, states: list[np.ndarray]) -> tuple[float, float]:
-    """Bits per changed element over consecutive states: of all payloads, and of their entropy-coded words alone."""
+    """Bits per changed element over consecutive states: of all payloads, and of their entropy-coded words
+    alone.
+    """
     payload_bytes = word_bytes = changed = 0
     for old_N, new_N in itertools.pairwise(states):
         encoded = _encoded(codec_name, old_N, new_N)
@@ -68,7 +71,9 @@ def test_a_compaction_of_all_steps_takes_fewer(run: str) -> None:
 def test_real_steps_round_trip(codec_name: str, run: str) -> None:
     for old_N, new_N in itertools.islice(itertools.pairwise(corpus.states(run)), 0, None, 6):
         old, new = corpus.by_tensor(old_N), corpus.by_tensor(new_N)
-        delta, fingerprints = deltas.decode(_encoded(codec_name, old_N, new_N).to_bytes(), corpus.specs(), old)
+        delta, fingerprints = deltas.decode(
+            _encoded(codec_name, old_N, new_N).to_bytes(), corpus.specs(), old
+        )
         deltas.check(delta)
         reached = deltas.applied(delta, old)
         assert all(np.array_equal(reached[name], bits) for name, bits in new.items())
@@ -94,9 +99,9 @@ def test_a_replica_follows_a_real_run(run: str) -> None:
     with Publisher(url) as publisher:
         for step, bits_N in enumerate(itertools.islice(corpus.states(run), 0, None, 4)):
             bits = corpus.by_tensor(bits_N)
-            publisher.publish({name: tensor_of(bits[name], spec) for name, spec in specs.items()}, step=step).wait(
-                PATIENCE_S
-            )
+            publisher.publish(
+                {name: tensor_of(bits[name], spec) for name, spec in specs.items()}, step=step
+            ).wait(PATIENCE_S)
             replica.sync()
             live = replica.state_dict()
             assert all(np.array_equal(bits_of(live[name]), bits[name]) for name in specs)

@@ -26,9 +26,9 @@ ALLOWED = {
     "list": LASTING,
     "delete": LASTING,
 }
-CODES = st.sampled_from(sorted([*replies._CODES, *replies._NO_PLACE, "", "AccessDenied", "InvalidBucketState"])) | st.text(
-    string.ascii_letters + ".", min_size=1, max_size=20
-)
+CODES = st.sampled_from(
+    sorted([*replies._CODES, *replies._NO_PLACE, "", "AccessDenied", "InvalidBucketState"])
+) | st.text(string.ascii_letters + ".", min_size=1, max_size=20)
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,9 @@ def test_what_a_reply_means(number: int, code: str, found: Meaning) -> None:
 
 
 @given(st.integers(0, 999), CODES, st.sampled_from(sorted(ALLOWED)))
-def test_every_reply_has_a_meaning_and_every_operation_its_classes(number: int, code: str, operation: str) -> None:
+def test_every_reply_has_a_meaning_and_every_operation_its_classes(
+    number: int, code: str, operation: str
+) -> None:
     assert replies.error_class(operation, meaning(number, code)) in ALLOWED[operation] | (  # type: ignore[arg-type]
         {ObjectMissingError} if operation == "delete" else set()
     )
@@ -84,11 +86,20 @@ def test_a_cloud_holds_to_it(
             "delete": lambda: store.delete("a"),
         }
 
-        @given(st.integers(300, 599), CODES, st.text(string.printable, max_size=40), st.sampled_from(sorted(calls)))
+        @given(
+            st.integers(300, 599),
+            CODES,
+            st.text(string.printable, max_size=40),
+            st.sampled_from(sorted(calls)),
+        )
         @settings(max_examples=100)
         def holds(number: int, code: str, reason: str, operation: str) -> None:
             proxy.heal()
-            told = f"<Code>{code}</Code><Message>{reason.replace('<', '').replace('&', '')}</Message>" if code else reason
+            told = (
+                f"<Code>{code}</Code><Message>{reason.replace('<', '').replace('&', '')}</Message>"
+                if code
+                else reason
+            )
             proxy.strike(status(number, f"<?xml version='1.0'?><Error>{told}</Error>".encode()), times=9)
             try:
                 calls[operation]()
@@ -105,7 +116,9 @@ def test_a_cloud_holds_to_it(
             proxy.heal()
             refused = f"<Error><Key>{key}</Key><Code>{code}</Code><Message>x</Message></Error>"
             proxy.strike(
-                status(200, f"<?xml version='1.0'?><DeleteResult>{refused}</DeleteResult>".encode()), "POST", times=9
+                status(200, f"<?xml version='1.0'?><DeleteResult>{refused}</DeleteResult>".encode()),
+                "POST",
+                times=9,
             )
             try:
                 store.delete("a", "b")

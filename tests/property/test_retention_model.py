@@ -1,4 +1,6 @@
-"""Random lives of a channel: what is to stay always gives the right bits, and collecting in the end leaves no garbage."""
+"""Random lives of a channel: what is to stay always gives the right bits, and collecting in the end leaves no
+garbage.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,10 @@ _keeps = st.fixed_dictionaries(
     {"last": st.integers(1, 6), "anchors": _counts, "step_every": _counts}
 ) | st.fixed_dictionaries({"last": st.none(), "anchors": st.integers(1, 3), "step_every": _counts})
 _left_behind = st.tuples(
-    st.sampled_from([keys.parts_folder, keys.anchor_folder]), st.integers(1, 14), st.integers(1, 3), st.booleans()
+    st.sampled_from([keys.parts_folder, keys.anchor_folder]),
+    st.integers(1, 14),
+    st.integers(1, 3),
+    st.booleans(),
 )
 _places = st.sampled_from(
     [
@@ -42,7 +47,9 @@ _places = st.sampled_from(
 )
 _crashes = st.none() | st.tuples(_places, st.booleans())
 _actions = st.one_of(
-    st.tuples(st.just("publish"), st.integers(1, 3), st.booleans(), st.sampled_from(["", "announce", "anchor"])),
+    st.tuples(
+        st.just("publish"), st.integers(1, 3), st.booleans(), st.sampled_from(["", "announce", "anchor"])
+    ),
     st.tuples(st.just("reopen")),
     st.tuples(st.just("gc"), st.none() | _keeps, _crashes),
     st.tuples(st.just("leave"), _left_behind),
@@ -51,7 +58,9 @@ _actions = st.one_of(
 
 
 class Model:
-    """What must be there: each version rests on an anchor, on a compaction from one, or on the version before it."""
+    """What must be there: each version rests on an anchor, on a compaction from one, or on the version before
+    it.
+    """
 
     def __init__(self) -> None:
         self.versions: dict[int, VersionId] = {}
@@ -64,9 +73,15 @@ class Model:
         stored = sorted(self.stored)
         wanted = {stored[-1]}
         wanted |= set(stored[-last:] if last else [])
-        wanted |= set([version for version in stored if version in self.anchors][-anchors:] if anchors else [])
+        wanted |= set(
+            [version for version in stored if version in self.anchors][-anchors:] if anchors else []
+        )
         steps = {version: self.steps[version] for version in stored}
-        wanted |= {version for version, step in steps.items() if step_every and step is not None and not step % step_every}
+        wanted |= {
+            version
+            for version, step in steps.items()
+            if step_every and step is not None and not step % step_every
+        }
         self.stored = set()
         for version in wanted:
             self.stored |= self._chain_to(version)
@@ -98,9 +113,15 @@ class Life:
     def publish(self, count: int, parts: bool, kind: str) -> None:
         for _ in range(count):
             where = self.random.integers(0, _ELEMENTS, 3)
-            self.weights["w"].view(torch.int16)[where] = torch.from_numpy(self.random.integers(-99, 99, 3, np.int16))
+            self.weights["w"].view(torch.int16)[where] = torch.from_numpy(
+                self.random.integers(-99, 99, 3, np.int16)
+            )
             step = None if self.random.random() < 0.2 else int(self.random.integers(0, 20))
-            make = self.channel.anchor if kind == "anchor" else lambda *a: self.channel.delta(a[0], int(parts), a[1])
+            make = (
+                self.channel.anchor
+                if kind == "anchor"
+                else lambda *a: self.channel.delta(a[0], int(parts), a[1])
+            )
             version = make(self.weights, step).version
             if kind == "announce":
                 self.channel.announce(version)
@@ -122,7 +143,9 @@ class Life:
 
     def versions(self) -> list[int]:
         held = ops.scan_channel(self.reader)
-        return [slot.version for slot, record in held.records.items() if record is not None and record.is_version]
+        return [
+            slot.version for slot, record in held.records.items() if record is not None and record.is_version
+        ]
 
     def _crashing(self, crash: Crash | None, action: Callable[[], object]) -> None:
         """Do it, and again if it crashed."""
@@ -140,7 +163,9 @@ class Life:
         self.store.heal()
 
     def leave(self, left: tuple[Callable[[int, str, int], str], int, int, bool]) -> None:
-        """What a dead publisher or tool left: an attempt that was given up, or an anchor that was not announced."""
+        """What a dead publisher or tool left: an attempt that was given up, or an anchor that was not
+        announced.
+        """
         folder, version, attempt, tool = left
         author = keys.new_author() if tool else self.channel.epoch
         self.store.inner.put(f"{folder(version, author, attempt)}/left.safetensors", b"left")
@@ -167,12 +192,18 @@ class Life:
         self.publish(1, False, "")
         ops.gc(self.reader, grace_s=0)
         held = ops.scan_channel(self.reader)
-        found = [record for record in (*held.records.values(), *held.shortcuts.values()) if record is not None]
+        found = [
+            record for record in (*held.records.values(), *held.shortcuts.values()) if record is not None
+        ]
         named = {file.key for record in found for file in record.files}
         left = {info.key for prefix in (keys.PARTS, keys.ANCHORS) for info in self.store.list(prefix)}
         last = self.channel.tip
         assert last is not None
-        ahead = {key for key in left if (of := keys.file_of(key)) and of.epoch == last.epoch and of.version > last.version}
+        ahead = {
+            key
+            for key in left
+            if (of := keys.file_of(key)) and of.epoch == last.epoch and of.version > last.version
+        }
         assert left - ahead == named
         report = ops.check(self.reader, read_data=True)
         assert report.problems == []

@@ -40,7 +40,9 @@ def lives(draw: st.DrawFn) -> tuple[Specs, list[Bits]]:
     specs, first, second = draw(strategies.model_pairs())
     states = [first, second]
     for _ in range(draw(st.integers(0, 4))):
-        states.append({name: draw(strategies.new_bits(states[-1][name], spec.dtype)) for name, spec in specs.items()})
+        states.append(
+            {name: draw(strategies.new_bits(states[-1][name], spec.dtype)) for name, spec in specs.items()}
+        )
     return specs, states
 
 
@@ -54,13 +56,18 @@ def proof(bits: Mapping[str, np.ndarray], total: int) -> Proof:
 def of_tensors(tensors: Mapping[str, torch.Tensor]) -> Proof:
     """With the fingerprints computed anew by the CPU kernels."""
     bits = {name: bits_of(tensor) for name, tensor in tensors.items()}
-    digests = {name: native.fingerprint(fingerprint.tensor_key(name), bits_N) for name, bits_N in bits.items()}
+    digests = {
+        name: native.fingerprint(fingerprint.tensor_key(name), bits_N) for name, bits_N in bits.items()
+    }
     return proof(bits, model_fingerprint(digests))
 
 
 def of_replica(replica: Replica) -> Proof:
     """With the fingerprints that it kept up to date from the changes alone."""
-    found = proof({name: bits_of(tensor) for name, tensor in replica.state_dict().items()}, total_of(replica.fingerprints))
+    found = proof(
+        {name: bits_of(tensor) for name, tensor in replica.state_dict().items()},
+        total_of(replica.fingerprints),
+    )
     assert found == of_tensors(replica.state_dict())
     return found
 
@@ -151,7 +158,9 @@ def by_reference_kernels(store: Store, count: int) -> Proof:
 
 
 def by_copy(store: Store, count: int) -> tuple[Proof, Proof]:
-    """By a copy of the channel in a directory: a replica's, and that of a reader written from docs/format.md alone."""
+    """By a copy of the channel in a directory: a replica's, and that of a reader written from docs/format.md
+    alone.
+    """
     with tempfile.TemporaryDirectory() as folder:
         ops.copy(ChannelReader(store), open_store(f"file://{folder}"))
         model = independent_reader.Channel(Path(folder)).read(count)
@@ -173,7 +182,9 @@ def by_what_is_left(store: Store, count: int) -> Proof:
 
 
 def by_shards(store: Store, count: int, shards: int) -> Proof:
-    """By workers that hold a range of each tensor, agree on fingerprints, and know nothing of each other's bits."""
+    """By workers that hold a range of each tensor, agree on fingerprints, and know nothing of each other's
+    bits.
+    """
     reader = ChannelReader(store)
     held: list[Bits] = [{} for _ in range(shards)]
     for name, spec in reader.specs.items():
@@ -208,17 +219,23 @@ def by_shards(store: Store, count: int, shards: int) -> Proof:
 def test_every_route_to_a_version_gives_the_same_bits_and_fingerprint(
     codec: str, data: st.DataObject, life: tuple[Specs, list[Bits]]
 ) -> None:
-    """Each codec is held to the bits as they went in and the reference kernel's fingerprint of them: so to every other."""
+    """Each codec is held to the bits as they went in and the reference kernel's fingerprint of them: so to
+    every other.
+    """
     specs, states = life
     count, last = len(states), states[-1]
     between = data.draw(st.integers(1, count - 1), "between")
-    total = total_of({name: reference.fingerprint(fingerprint.tensor_key(name), bits) for name, bits in last.items()})
+    total = total_of(
+        {name: reference.fingerprint(fingerprint.tensor_key(name), bits) for name, bits in last.items()}
+    )
 
     deltas = published(specs, states, codec, anchor_every=99)
     found = {
         **by_following(deltas, count, between),
         "restart": by_restart(deltas, count, between),
-        "compaction": by_compaction(deltas, count, between, data.draw(st.sampled_from(CODECS), "of the compaction")),
+        "compaction": by_compaction(
+            deltas, count, between, data.draw(st.sampled_from(CODECS), "of the compaction")
+        ),
     }
     found |= {f"{shards} shards": by_shards(deltas, count, shards) for shards in (1, 2, 4)}
     found["reference kernels"] = by_reference_kernels(deltas, count)
@@ -232,4 +249,6 @@ def test_every_route_to_a_version_gives_the_same_bits_and_fingerprint(
     assert {name: route for name, route in found.items() if route != proof(last, total)} == {}
     assert by_what_is_left(anchors, count) == by_what_is_left(deltas, count) == proof(last, total)
     channels = (deltas, resumed, anchors)
-    assert {ChannelReader(store).numbered(count).record.fingerprint for store in channels} == {fingerprint.to_hex(total)}
+    assert {ChannelReader(store).numbered(count).record.fingerprint for store in channels} == {
+        fingerprint.to_hex(total)
+    }

@@ -19,7 +19,12 @@ from tests import deltas
 from tests import strategies as our
 from tests.instructions import instructions as instructions
 
-WIDTHS = {1: ("uint8", "float8_e4m3fn"), 2: ("bfloat16", "float16"), 4: ("float32", "int32"), 8: ("float64", "int64")}
+WIDTHS = {
+    1: ("uint8", "float8_e4m3fn"),
+    2: ("bfloat16", "float16"),
+    4: ("float32", "int32"),
+    8: ("float64", "int64"),
+}
 
 
 @pytest.fixture(params=[None, 100], ids=["chunks as they are", "small chunks"], scope="module")
@@ -35,10 +40,15 @@ def chunks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 @st.composite
 def vectors(draw: st.DrawFn) -> tuple[Vector, dict[str, np.ndarray], dict[str, np.ndarray]]:
-    """A vector of a few tensors, some of them empty, with old and new bits, special ones and wraps included."""
+    """A vector of a few tensors, some of them empty, with old and new bits, special ones and wraps
+    included.
+    """
     width = draw(our.widths)
     dtypes = draw(st.lists(st.sampled_from(WIDTHS[width]), min_size=1, max_size=5))
-    specs = [TensorSpec(str(n), dtype, (draw(st.sampled_from([0, 1, 64, 130, 700])),)) for n, dtype in enumerate(dtypes)]
+    specs = [
+        TensorSpec(str(n), dtype, (draw(st.sampled_from([0, 1, 64, 130, 700])),))
+        for n, dtype in enumerate(dtypes)
+    ]
     old = {spec.name: draw(our.bit_arrays(spec.dtype, spec.element_count)) for spec in specs}
     new = {spec.name: draw(our.new_bits(old[spec.name], spec.dtype)) for spec in specs}
     return Layout({spec.name: spec for spec in specs}).vectors[width], old, new
@@ -51,7 +61,9 @@ def _bounds(vector: Vector) -> np.ndarray:
 def _expected(vector: Vector, old: Any, new: Any) -> tuple[list[int], list[int]]:
     """What the fingerprints gain, and how many changed elements exceed the bounds, in Python's integers."""
     gains, above = [], []
-    for key, spec, (mask, largest) in zip(vector.key_T.tolist(), vector.specs, _bounds(vector).tolist(), strict=True):
+    for key, spec, (mask, largest) in zip(
+        vector.key_T.tolist(), vector.specs, _bounds(vector).tolist(), strict=True
+    ):
         before, after = old[spec.name], new[spec.name]
         gains.append((reference.fingerprint(key, after) - reference.fingerprint(key, before)) & MASK)
         above.append(sum((bits & mask) > largest for bits in after[before != after].tolist()))
@@ -77,7 +89,9 @@ def test_compare_is_the_reference(chunks: None, model: tuple, data: st.DataObjec
         to = new[name][start:stop].copy()
         rows.append((t, start, stop - start, held[name].ctypes.data, to.ctypes.data, to))
     row_RF = np.array([row[:5] for row in rows], np.int64)
-    steps, gain_T, above_T = native.compare(row_RF, vector, _bounds(vector), data.draw(st.sampled_from([0, 1, 10_000])))
+    steps, gain_T, above_T = native.compare(
+        row_RF, vector, _bounds(vector), data.draw(st.sampled_from([0, 1, 10_000]))
+    )
     expected = _whole(vector, old, reached)
     np.testing.assert_array_equal(steps.at_K, expected.at_K)
     np.testing.assert_array_equal(steps.data_K, expected.data_K)

@@ -1,6 +1,7 @@
 """The kernels over tables of segments against the reference: torch's operations, and Triton's kernels.
 
-Triton's run on a GPU where there is one, else in a subprocess through its interpreter, which runs this file again.
+Triton's run on a GPU where there is one, else in a subprocess through its interpreter, which runs this file
+again.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ if HAS_TRITON:
     if INTERPRETED:
         gpu_segments._READ_BLOCK = 32
 
-with_kernels = pytest.mark.parametrize("kernels", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2])
+with_kernels = pytest.mark.parametrize(
+    "kernels", KERNELS, ids=lambda module: module.__name__.rpartition(".")[2]
+)
 # The interpreter takes milliseconds per program.
 some = settings(max_examples=30 if INTERPRETED else 100)
 
@@ -84,14 +87,19 @@ class Case:
 
 @st.composite
 def cases(draw: st.DrawFn, width: int) -> Case:
-    """A view of a row-major checkpoint tensor, at live memory with another order of dimensions and gaps; or all of it."""
+    """A view of a row-major checkpoint tensor, at live memory with another order of dimensions and gaps; or
+    all of it.
+    """
     random = np.random.default_rng(draw(st.integers(0, 1 << 32)))
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple))
     view = torch.arange(int(np.prod(shape))).reshape(shape)
     is_whole = draw(st.booleans())
     for dim, size in enumerate(() if is_whole else shape):
         start = draw(st.integers(0, size - 1))
-        view = view[(slice(None),) * dim + (slice(start, draw(st.integers(start + 1, size)), draw(st.integers(1, 2))),)]
+        view = view[
+            (slice(None),) * dim
+            + (slice(start, draw(st.integers(start + 1, size)), draw(st.integers(1, 2))),)
+        ]
     order = range(view.ndim) if is_whole else draw(st.permutations(range(view.ndim)))
     padded = torch.zeros(
         [view.shape[dim] + (0 if is_whole else draw(st.integers(0, 2))) for dim in order],
@@ -100,17 +108,23 @@ def cases(draw: st.DrawFn, width: int) -> Case:
     )
     live = padded.permute(*np.argsort(order).tolist())[tuple(slice(0, size) for size in view.shape)]
     segment = Segment(live, view.stride(), int(view.storage_offset()))
-    position_N = torch.arange(segment.flat().numel()).as_strided(live.shape, live.stride()).reshape(-1).numpy()
+    position_N = (
+        torch.arange(segment.flat().numel()).as_strided(live.shape, live.stride()).reshape(-1).numpy()
+    )
     old_N = random.integers(0, 256, live.numel() * width, np.uint8).view(f"u{width}")
     live.copy_(torch.from_numpy(old_N.view(f"i{width}")).reshape(live.shape))
     count = int(np.prod(shape))
     changed_K = np.flatnonzero(random.random(count) < draw(st.sampled_from([0.0, 0.1, 0.6, 1.0])))
-    return Case(segment, draw(st.integers(0, MASK)), count, view.reshape(-1).numpy(), position_N, old_N, changed_K)
+    return Case(
+        segment, draw(st.integers(0, MASK)), count, view.reshape(-1).numpy(), position_N, old_N, changed_K
+    )
 
 
 @st.composite
 def models(draw: st.DrawFn) -> tuple[list[Case], int, np.random.Generator]:
-    """Segments of one width, the first position of the vector's tensors, past limits of 32 bits, and random numbers."""
+    """Segments of one width, the first position of the vector's tensors, past limits of 32 bits, and random
+    numbers.
+    """
     width = draw(st.sampled_from([1, 2, 4, 8]))
     held = draw(st.lists(cases(width), min_size=1, max_size=6))
     first = draw(st.sampled_from([0, 5, (1 << 31) - 9, (1 << 32) - 7, (3 << 32) - 1]))
@@ -125,7 +139,9 @@ def _bits(live: torch.Tensor) -> np.ndarray:
 def _prepared(
     key: int, dest: np.ndarray, to_K: np.ndarray, step_K: np.ndarray, index_K: np.ndarray
 ) -> tuple[np.ndarray, int, int]:
-    """What adding steps to memory writes, what that adds to the fingerprint, and the checksum of old values by place."""
+    """What adding steps to memory writes, what that adds to the fingerprint, and the checksum of old values
+    by place.
+    """
     old_K = dest[to_K]
     new_K = old_K + step_K
     with np.errstate(over="ignore"):
@@ -137,7 +153,9 @@ def _prepared(
 @with_kernels
 @some
 @given(models(), st.booleans(), st.booleans())
-def test_prepare_and_swap_are_the_reference(kernels: ModuleType, model: Any, twice: bool, mutates: bool) -> None:
+def test_prepare_and_swap_are_the_reference(
+    kernels: ModuleType, model: Any, twice: bool, mutates: bool
+) -> None:
     """Also where a tensor has two copies in live memory."""
     found, first, random = model
     places, at_K, lines = [], [], []
@@ -148,8 +166,13 @@ def test_prepare_and_swap_are_the_reference(kernels: ModuleType, model: Any, twi
         first += case.count
     if twice:
         copy = torch.zeros_like(found[0].segment.live).copy_(found[0].segment.live)
-        lines.append(line(found[0].key, dataclasses.replace(found[0].segment, live=copy), places[0], len(found)))
-        found = [*found, dataclasses.replace(found[0], segment=dataclasses.replace(found[0].segment, live=copy))]
+        lines.append(
+            line(found[0].key, dataclasses.replace(found[0].segment, live=copy), places[0], len(found))
+        )
+        found = [
+            *found,
+            dataclasses.replace(found[0], segment=dataclasses.replace(found[0].segment, live=copy)),
+        ]
         stride = copy.stride()
         position_N = torch.arange(lines[-1].dest.numel()).as_strided(copy.shape, stride).reshape(-1).numpy()
         found[-1].position_N = position_N
@@ -247,9 +270,13 @@ def test_a_swap_whose_launch_fails_has_exchanged_nothing(
     kernels: ModuleType, fails: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lives = [torch.zeros(9, dtype=torch.int16, device=DEVICE) for _ in range(2)]
-    of = Table([line(0, Segment(live, (1,), 0), 9 * number) for number, live in enumerate(lives)], Room(kernels))
+    of = Table(
+        [line(0, Segment(live, (1,), 0), 9 * number) for number, live in enumerate(lives)], Room(kernels)
+    )
     writes = Writes(
-        of, *of.crossed((np.arange(18), torch.int32), (np.ones(18, "u2"), of.dtype)), *map(np.array, ([0, 9], [9, 9]))
+        of,
+        *of.crossed((np.arange(18), torch.int32), (np.ones(18, "u2"), of.dtype)),
+        *map(np.array, ([0, 9], [9, 9])),
     )
     writes.prepare()
     number = iter(range(100))
@@ -311,11 +338,19 @@ def test_warming_up_compiles_all_that_commits_need() -> None:
     if INTERPRETED:
         return
     of_device = torch.cuda.current_device()
-    kernels = (gpu_segments._prepare, gpu_segments._swap, gpu_segments._fingerprint, gpu_segments._fingerprint_strided)
+    kernels = (
+        gpu_segments._prepare,
+        gpu_segments._swap,
+        gpu_segments._fingerprint,
+        gpu_segments._fingerprint_strided,
+    )
     compiled = [len(kernel.device_caches[of_device][0]) for kernel in kernels]
     for count in (1, 3, 16, 1024):
         dest = torch.zeros(2048, dtype=torch.int16, device=DEVICE)
-        of = Table([line(count << 50, Segment(part, (1,), 1)) for part in (dest[: 2 * count], dest[1::2][:count])], room)
+        of = Table(
+            [line(count << 50, Segment(part, (1,), 1)) for part in (dest[: 2 * count], dest[1::2][:count])],
+            room,
+        )
         zero, counts = np.zeros(2, np.int64), np.array([count, count])
         low_K, step_K = of.crossed((np.arange(1, count + 1), torch.int32), (np.zeros(count, "u2"), of.dtype))
         writes = Writes(of, low_K, step_K, zero, counts)

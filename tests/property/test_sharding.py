@@ -1,4 +1,6 @@
-"""One shard against several, without processes: the same bits, changes and fingerprints, whatever the ranges."""
+"""One shard against several, without processes: the same bits, changes and fingerprints, whatever the
+ranges.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,10 @@ def shadow_of(specs: dict[str, TensorSpec], bits: Bits, ranges: dict[str, Range]
 
 def compared(shadow: Shadow, bits: Bits) -> Difference:
     """Compare the ranges of a shadow with other bits of theirs."""
-    held = [tensor_of(bits[n].copy(), spec).reshape(-1)[slice(*shadow.ranges[n])] for n, spec in shadow.specs.items()]
+    held = [
+        tensor_of(bits[n].copy(), spec).reshape(-1)[slice(*shadow.ranges[n])]
+        for n, spec in shadow.specs.items()
+    ]
     return shadow.compare([*shadow.specs], held)
 
 
@@ -107,7 +112,9 @@ def _taken(snapshot: Snapshot, old: dict[str, np.ndarray], name: str) -> bytes:
     return out_N.tobytes()
 
 
-@given(st.lists(st.sampled_from(["forth", "back", "given up"]), max_size=30), strategies.model_pairs(), st.data())
+@given(
+    st.lists(st.sampled_from(["forth", "back", "given up"]), max_size=30), strategies.model_pairs(), st.data()
+)
 def test_a_snapshot_has_the_bits_of_its_moment(moves: list[str], model: tuple, data: st.DataObject) -> None:
     specs, old, new = model
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
@@ -125,8 +132,14 @@ def test_a_snapshot_has_the_bits_of_its_moment(moves: list[str], model: tuple, d
         assert _taken(snapshot, old, name) == old[name].tobytes()
 
 
-@given(st.lists(st.sampled_from(["add", "mark", "freeze", "thaw"]), max_size=30), strategies.model_pairs(), st.data())
-def test_steps_add_up_to_the_difference_from_their_base(moves: list[str], model: tuple, data: st.DataObject) -> None:
+@given(
+    st.lists(st.sampled_from(["add", "mark", "freeze", "thaw"]), max_size=30),
+    strategies.model_pairs(),
+    st.data(),
+)
+def test_steps_add_up_to_the_difference_from_their_base(
+    moves: list[str], model: tuple, data: st.DataObject
+) -> None:
     specs, *bits = model
     ranges = data.draw(cuts(specs, 3))[1]
     shadow = shadow_of(specs, bits[0], ranges)
@@ -134,11 +147,18 @@ def test_steps_add_up_to_the_difference_from_their_base(moves: list[str], model:
     frozen: list[tuple[Steps, Bits]] = []
 
     def check(steps: Steps, first: Bits, last: Bits) -> None:
-        expected = {name: bits_N[slice(*ranges[name])] - first[name][slice(*ranges[name])] for name, bits_N in last.items()}
-        assert all(np.array_equal(steps.between(name, *ranges[name]), bits_N) for name, bits_N in expected.items())
+        expected = {
+            name: bits_N[slice(*ranges[name])] - first[name][slice(*ranges[name])]
+            for name, bits_N in last.items()
+        }
+        assert all(
+            np.array_equal(steps.between(name, *ranges[name]), bits_N) for name, bits_N in expected.items()
+        )
         found = joined([Delta(shadow.layout, {}), *steps.groups()])
         deltas.check(found)
-        assert found.counts() == {name: count for name, each in expected.items() if (count := np.count_nonzero(each))}
+        assert found.counts() == {
+            name: count for name, each in expected.items() if (count := np.count_nonzero(each))
+        }
         assert steps.estimated_bytes() >= 0
 
     for move in moves:
@@ -185,7 +205,9 @@ def test_elements_that_nobody_or_two_hold_are_refused() -> None:
 
 @pytest.mark.parametrize("number", range(3))
 def test_an_interrupt_while_a_stream_is_compared_leaves_the_shadow(number: int) -> None:
-    """Of three calls, as tensors have three widths, any may be interrupted; snapshots keep the bits of before."""
+    """Of three calls, as tensors have three widths, any may be interrupted; snapshots keep the bits of
+    before.
+    """
     specs = {dtype: TensorSpec(dtype, dtype, (100,)) for dtype in ("int8", "int16", "float32")}
     random = np.random.default_rng(number)
     old = {name: np.frombuffer(random.bytes(spec.nbytes), spec.bits_dtype) for name, spec in specs.items()}

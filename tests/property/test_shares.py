@@ -1,4 +1,6 @@
-"""Workers that hold parts of tiles: each decodes `context` from a whole copy that changes with its commits."""
+"""Workers that hold parts of tiles: each decodes `context` from a whole copy that changes with its
+commits.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ from deltasync.following import LiveWeights
 from deltasync.live import LiveMemory, Prints, Segment, Union
 from deltasync.tensors.bits import bits_of
 
-VERSIONS, SHAPE, AT = 6, (96, 64), 37 * 64  # the first of the two workers has 37 rows, which are no whole tiles
+# the first of the two workers has 37 rows, which are no whole tiles
+VERSIONS, SHAPE, AT = 6, (96, 64), 37 * 64
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +66,9 @@ class Two:
         return [follower._whole["w"] for follower in self.followers]
 
     def take(self, way: Sequence[StoredRecord], *, wrong: bool = False) -> None:
-        """As the driver has workers take a way; `wrong` tells them another fingerprint than they have found."""
+        """As the driver has workers take a way; `wrong` tells them another fingerprint than they have
+        found.
+        """
         try:
             staged = [follower.stage(way) for follower in self.followers]
         except ShareError as error:
@@ -83,7 +88,13 @@ class Two:
             follower.settled = True
 
 
-@given(st.lists(st.tuples(st.integers(1, VERSIONS), st.sampled_from(["take", "wrong", "anew"])), min_size=1, max_size=8))
+@given(
+    st.lists(
+        st.tuples(st.integers(1, VERSIONS), st.sampled_from(["take", "wrong", "anew"])),
+        min_size=1,
+        max_size=8,
+    )
+)
 def test_parts_of_tiles_follow_every_way(
     channel: tuple[ChannelReader, dict[int, np.ndarray]], moves: list[tuple[int, str]]
 ) -> None:

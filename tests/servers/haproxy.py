@@ -1,4 +1,6 @@
-"""The router of `deploy/router`: the real HAProxy with the shipped files, in front of replicas that the test names."""
+"""The router of `deploy/router`: the real HAProxy with the shipped files, in front of replicas that the test
+names.
+"""
 
 from __future__ import annotations
 
@@ -36,13 +38,19 @@ class Router:
         self._token = token
 
     def open(self, path: str, body: object = None, **headers: str) -> Any:
-        """The reply to a GET, or with a body to a POST, errors too. Underscores in names of headers are dashes."""
-        named = {"content-type": "application/json"} | {name.replace("_", "-"): value for name, value in headers.items()}
+        """The reply to a GET, or with a body to a POST, errors too. Underscores in names of headers are
+        dashes.
+        """
+        named = {"content-type": "application/json"} | {
+            name.replace("_", "-"): value for name, value in headers.items()
+        }
         if self._token is not None:
             named.setdefault("authorization", f"Bearer {self._token}")
         data = None if body is None else json.dumps(body).encode()
         try:
-            return urllib.request.urlopen(urllib.request.Request(self.url + path, data, named), timeout=PATIENCE_S)
+            return urllib.request.urlopen(
+                urllib.request.Request(self.url + path, data, named), timeout=PATIENCE_S
+            )
         except urllib.error.HTTPError as error:
             return error
 
@@ -58,7 +66,10 @@ class Router:
         deadline = time.monotonic() + PATIENCE_S
         while True:
             found = self.replicas()
-            if all(found[name]["up"] is (v is not None) and found[name]["version"] == v for name, v in versions.items()):
+            if all(
+                found[name]["up"] is (v is not None) and found[name]["version"] == v
+                for name, v in versions.items()
+            ):
                 return
             assert time.monotonic() < deadline, (found, versions)
             time.sleep(0.02)

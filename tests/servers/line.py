@@ -1,4 +1,5 @@
-"""A long line to a server, for programs on one host: a TCP proxy that passes bytes on later, and no faster than its width.
+"""A long line to a server, for programs on one host: a TCP proxy that passes bytes on later, and no faster
+than its width.
 
 with Line(("127.0.0.1", port), Shape(round_trip_s=0.05, bits_per_s=100e6)) as line:
     ... use line.port instead of port ...
@@ -72,11 +73,17 @@ class Line:
             for way, source, sink in (("up", near, far), ("down", far, near)):
                 sink.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
                 under_way: queue.SimpleQueue[tuple[float, bytes]] = queue.SimpleQueue()
-                threading.Thread(target=self._take, args=(way, source, under_way, opened_s), daemon=True).start()
+                threading.Thread(
+                    target=self._take, args=(way, source, under_way, opened_s), daemon=True
+                ).start()
                 threading.Thread(target=_give, args=(sink, under_way), daemon=True).start()
 
     def _take(
-        self, way: str, source: socket.socket, under_way: queue.SimpleQueue[tuple[float, bytes]], from_s: float
+        self,
+        way: str,
+        source: socket.socket,
+        under_way: queue.SimpleQueue[tuple[float, bytes]],
+        from_s: float,
     ) -> None:
         data = b"x"
         while data:

@@ -1,10 +1,12 @@
-"""A throwaway Ceph cluster with a RADOS gateway on loopback: one monitor, one OSD on a sparse file, the gateway, one user.
+"""A throwaway Ceph cluster with a RADOS gateway on loopback: one monitor, one OSD on a sparse file, the
+gateway, one user.
 
-    python -m tests.servers.radosgw DIRECTORY -- COMMAND...    # COMMAND runs with RADOSGW_ENDPOINT set, then all is stopped
+    python -m tests.servers.radosgw DIRECTORY -- COMMAND...    # COMMAND runs with RADOSGW_ENDPOINT set, then
+    all is stopped
 
-With --https ADDRESS:PORT FILE the gateway serves HTTPS there, with the key and the certificate in FILE, which this process
-must trust (SSL_CERT_FILE). Needs the programs of the Debian packages ceph-mon, ceph-osd and radosgw. Everything is kept in
-DIRECTORY, which is removed in the end. Takes some 15 seconds to start.
+With --https ADDRESS:PORT FILE the gateway serves HTTPS there, with the key and the certificate in FILE, which
+this process must trust (SSL_CERT_FILE). Needs the programs of the Debian packages ceph-mon, ceph-osd and
+radosgw. Everything is kept in DIRECTORY, which is removed in the end. Takes some 15 seconds to start.
 """
 
 from __future__ import annotations
@@ -76,7 +78,8 @@ class Cluster:
 
     Args:
         root: Directory for everything.
-        https: Address and port of the gateway, and the file of its certificate; None for HTTP on a free port of loopback.
+        https: Address and port of the gateway, and the file of its certificate; None for HTTP on a free port
+            of loopback.
 
     Attributes:
         endpoint: URL of the gateway.
@@ -104,7 +107,9 @@ class Cluster:
             (self.root / folder).mkdir(parents=True)
         (self.root / "ceph.conf").write_text(self._config)
         keyring, monmap = self.root / "keyring", self.root / "monmap"
-        self._run("ceph-authtool", "--create-keyring", keyring, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *")
+        self._run(
+            "ceph-authtool", "--create-keyring", keyring, "--gen-key", "-n", "mon.", "--cap", "mon", "allow *"
+        )
         for name in ("client.admin", "client.rgw"):
             caps = [word for part in ("mon", "osd") for word in ("--cap", part, "allow *")]
             self._run("ceph-authtool", keyring, "--gen-key", "-n", name, *caps)
@@ -128,11 +133,15 @@ class Cluster:
         shutil.rmtree(self.root, ignore_errors=True)
 
     def _command(self, program: str, *arguments: str | Path) -> list[str]:
-        config = ["-c", str(self.root / "ceph.conf")] if program not in ("ceph-authtool", "monmaptool") else []
+        config = (
+            ["-c", str(self.root / "ceph.conf")] if program not in ("ceph-authtool", "monmaptool") else []
+        )
         return [program, *config, *map(str, arguments)]
 
     def _run(self, program: str, *arguments: str | Path, given: str | None = None) -> str:
-        done = subprocess.run(self._command(program, *arguments), input=given, capture_output=True, text=True, timeout=120)
+        done = subprocess.run(
+            self._command(program, *arguments), input=given, capture_output=True, text=True, timeout=120
+        )
         if done.returncode:
             raise RuntimeError(f"{program} ended with {done.returncode}: {done.stderr.strip()}")
         return done.stdout
@@ -177,7 +186,9 @@ def _free_ports(count: int) -> list[int]:
 
 def main() -> int:
     """See the module."""
-    parser = argparse.ArgumentParser(prog="python -m tests.servers.radosgw", description="A throwaway RADOS gateway.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.servers.radosgw", description="A throwaway RADOS gateway."
+    )
     parser.add_argument("directory", type=Path)
     parser.add_argument("--https", nargs=2, metavar=("ADDRESS:PORT", "FILE"))
     parser.add_argument("command", nargs="+", help="after --")
@@ -189,7 +200,9 @@ def main() -> int:
     interrupt_on_sigterm()
     began_s = time.monotonic()
     with running(arguments.directory, arguments.https) as cluster:
-        print(f"RADOS gateway at {cluster.endpoint} after {time.monotonic() - began_s:.0f} s", file=sys.stderr)
+        print(
+            f"RADOS gateway at {cluster.endpoint} after {time.monotonic() - began_s:.0f} s", file=sys.stderr
+        )
         environ = os.environ | {"RADOSGW_ENDPOINT": cluster.endpoint}
         with Child("The command", arguments.command, environ, None) as child:
             return child.wait()

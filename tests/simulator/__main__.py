@@ -1,4 +1,5 @@
-"""python -m tests.simulator --seed N [--seeds COUNT] [--steps M] [--trace] [--twice]: run seeds, and say what does not hold.
+"""python -m tests.simulator --seed N [--seeds COUNT] [--steps M] [--trace] [--twice]: run seeds, and say what
+does not hold.
 
 The same seed gives the same trace, to the byte. Exits with 1 if a seed fails.
 """
@@ -56,7 +57,11 @@ def main() -> None:
 def with_fixed_hashes(module: str) -> None:
     """Start again with the order of sets fixed, unless it is."""
     if os.environ.get("PYTHONHASHSEED") != "0":
-        os.execve(sys.executable, [sys.executable, "-m", module, *sys.argv[1:]], {**os.environ, "PYTHONHASHSEED": "0"})
+        os.execve(
+            sys.executable,
+            [sys.executable, "-m", module, *sys.argv[1:]],
+            {**os.environ, "PYTHONHASHSEED": "0"},
+        )
 
 
 def prepare() -> None:
@@ -68,7 +73,9 @@ def prepare() -> None:
 
 
 def run_apart(seed: int, steps: int, wanted: Sequence[str] = ()) -> str | None:
-    """Run a seed in a process of its own, because what one leaves behind would change the next one. Return what failed."""
+    """Run a seed in a process of its own, because what one leaves behind would change the next one. Return
+    what failed.
+    """
     return _apart(seed, steps, wanted)[1]
 
 

@@ -1,9 +1,12 @@
-"""What the processes of a world do: each function is the main thread of one, and ends when the world's steps are used up."""
+"""What the processes of a world do: each function is the main thread of one, and ends when the world's steps
+are used up.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -98,7 +101,11 @@ def trainer(world: World, process: Process) -> None:
             if other is not None:
                 other.join()
             is_published = not isinstance(receipt, DeltaSyncError)
-            if is_published and world.random.random() < 0.5 and waited(world, receipt, bits, mine, interrupted):
+            if (
+                is_published
+                and world.random.random() < 0.5
+                and waited(world, receipt, bits, mine, interrupted)
+            ):
                 acknowledged(world, beats, publisher, receipt)
             world.pause(world.random.choice((0.2, 2.0, 30.0)))
             if world.random.random() < leaves:
@@ -178,7 +185,11 @@ def nesting(world: World, publisher: Publisher) -> Iterator[tuple[str, torch.Ten
 
     def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for at, item in enumerate(weights.items()):
-            found = world.call("publish in a stream", lambda: publisher.publish(weights.items())) if at == 1 else None
+            found = (
+                world.call("publish in a stream", lambda: publisher.publish(weights.items()))
+                if at == 1
+                else None
+            )
             if at == 1 and not isinstance(found, ConfigError):
                 world.said.append("a publish inside of another one is not refused")
             yield item
@@ -186,8 +197,12 @@ def nesting(world: World, publisher: Publisher) -> Iterator[tuple[str, torch.Ten
     return stream()
 
 
-def waited(world: World, receipt: Any, bits: str | None, mine: dict[int, str | None], interrupted: bool) -> bool:
-    """Wait for the receipt of these bits; what it calls visible has the bits that were published last under its number."""
+def waited(
+    world: World, receipt: Any, bits: str | None, mine: dict[int, str | None], interrupted: bool
+) -> bool:
+    """Wait for the receipt of these bits; what it calls visible has the bits that were published last under
+    its number.
+    """
     found = world.call("wait", lambda: receipt.wait(world.random.choice((1.0, 60.0, 400.0))))
     if isinstance(found, DeltaSyncError):
         if isinstance(found, PublishLostError):
@@ -208,14 +223,18 @@ def waited(world: World, receipt: Any, bits: str | None, mine: dict[int, str | N
 
 
 def acknowledged(world: World, beats: heartbeat.Heartbeats, publisher: Publisher, receipt: Any) -> None:
-    """Wait, now and then, until a replica serves a version: it must be one of ours, and a follower that had it."""
+    """Wait, now and then, until a replica serves a version: it must be one of ours, and a follower that had
+    it.
+    """
     if world.random.random() > 0.5 and "acks" not in world.wanted:
         return
     line: Any = beats._store
     timeout_s, disk, began_s = world.random.choice((0.0, 10.0, 60.0)), world.disk, world.scheduler.now_s
     found = world.call(
         "ack",
-        lambda: heartbeat.wait_for(line, publisher.run_id, receipt.version, publisher.published, timeout_s, known=beats),
+        lambda: heartbeat.wait_for(
+            line, publisher.run_id, receipt.version, publisher.published, timeout_s, known=beats
+        ),
     )
     if isinstance(found, DeltaSyncError):
         return
@@ -242,7 +261,11 @@ def job(world: World, process: Process) -> None:
         for _ in range(world.random.choice((1, 3, 8))):
             world.train()
             script.append(
-                (next(world.trained), {name: tensor.clone() for name, tensor in world.weights.items()}, world.note())
+                (
+                    next(world.trained),
+                    {name: tensor.clone() for name, tensor in world.weights.items()},
+                    world.note(),
+                )
             )
         owner = Process("rank0")
         store = KeyStore(owner)
@@ -263,7 +286,8 @@ def job(world: World, process: Process) -> None:
             if run.process in world.live:
                 world.live.remove(run.process)
         if calm and any(
-            len({digest for digest in found if digest}) > 1 for found in zip(*(r.digests for r in runs), strict=False)
+            len({digest for digest in found if digest}) > 1
+            for found in zip(*(r.digests for r in runs), strict=False)
         ):
             raise Violation("ranks have different receipts of one version")
         world.counts["jobs"] += 1
@@ -280,17 +304,28 @@ class Rank:
     """
 
     def __init__(
-        self, world: World, script: list[Any], attempt: Attempt, store: KeyStore, rank: int, size: int, owner: Process
+        self,
+        world: World,
+        script: list[Any],
+        attempt: Attempt,
+        store: KeyStore,
+        rank: int,
+        size: int,
+        owner: Process,
     ) -> None:
         self.process = owner if rank == 0 else Process(f"rank{rank}")
         self.process.store = store  # type: ignore[attr-defined]
-        self.thread = Thread(target=lambda: self._run(Group(store, rank, size)), name="main", process=self.process)
+        self.thread = Thread(
+            target=lambda: self._run(Group(store, rank, size)), name="main", process=self.process
+        )
         self.digests: list[str] = []
         self._world, self._script, self._attempt = world, script, attempt
 
     def _run(self, group: Group) -> None:
         world, mine, receipts = self._world, dict[int, str](), list[Any]()
-        publisher = world.call("open", lambda: world.publisher(self.process, group=group, peer_timeout_s=PEERS_S))
+        publisher = world.call(
+            "open", lambda: world.publisher(self.process, group=group, peer_timeout_s=PEERS_S)
+        )
         self._attempt.opens = False
         if isinstance(publisher, DeltaSyncError):
             return
@@ -298,7 +333,8 @@ class Rank:
         for step, weights, bits in self._script:
             if group.rank == 0:
                 world.step()
-            receipt = world.call("publish", lambda: publisher.publish(_shards(weights, group.rank, group.size), step))  # noqa: B023
+            mapping = _shards(weights, group.rank, group.size)
+            receipt = world.call("publish", functools.partial(publisher.publish, mapping, step))
             if isinstance(receipt, DeltaSyncError):
                 return
             mine[receipt.version] = bits
@@ -309,9 +345,13 @@ class Rank:
         for at, (receipt, bits) in enumerate(receipts):
             if receipt.done and group.rank == 0:
                 waited(world, receipt, bits, mine, False)
-            elif receipt.done and not isinstance(found := world.call("wait", lambda: receipt.wait(1.0)), DeltaSyncError):  # noqa: B023
+                continue
+            found = world.call("wait", functools.partial(receipt.wait, 1.0)) if receipt.done else None
+            if found is not None and not isinstance(found, DeltaSyncError):
                 self.digests[at] = found.digest
-                world.agree(world.visible, (receipt.version, found.digest), mine[receipt.version], "published")
+                world.agree(
+                    world.visible, (receipt.version, found.digest), mine[receipt.version], "published"
+                )
 
 
 def _shards(weights: dict[str, torch.Tensor], rank: int, size: int) -> dict[str, Any]:
@@ -322,7 +362,9 @@ def _shards(weights: dict[str, torch.Tensor], rank: int, size: int) -> dict[str,
         chunk = -(-flat.numel() // size)
         part = flat[rank * chunk : (rank + 1) * chunk]
         whole = name == "b"
-        found[name] = tensor if whole else TensorRange(part, min(rank * chunk, flat.numel()), tuple(tensor.shape))
+        found[name] = (
+            tensor if whole else TensorRange(part, min(rank * chunk, flat.numel()), tuple(tensor.shape))
+        )
     return found
 
 
@@ -369,8 +411,14 @@ def follow_once(world: World, joined: Replica) -> None:
     world.counts["syncs"] += not isinstance(found, DeltaSyncError)
     world.compare(joined)
     after = joined.identity
-    may_go_back = world.harm in ("restore", "rot") and not world.signed  # then the store may have lost the version
-    if before is not None and after is not None and after.slot.newness < before.slot.newness and not may_go_back:
+    # then the store may have lost the version
+    may_go_back = world.harm in ("restore", "rot") and not world.signed
+    if (
+        before is not None
+        and after is not None
+        and after.slot.newness < before.slot.newness
+        and not may_go_back
+    ):
         raise Violation(f"a replica went back from {before} to {after}")
 
 
@@ -397,13 +445,17 @@ def follower(world: World, process: Process) -> None:
         while world.step():
             world.pause(world.random.choice((1.0, 20.0)))
             if world.is_slow and world.disk.lives.age_s(process) > heartbeat.LIVE_S:
-                raise Violation(f"{process.name} has written no heartbeat for {world.disk.lives.age_s(process):.0f} s")
+                raise Violation(
+                    f"{process.name} has written no heartbeat for {world.disk.lives.age_s(process):.0f} s"
+                )
             with contextlib.suppress(DeltaSyncError), following.hold(1.0) as version:
                 if version is not None and following.digest is not None:
                     world.compare_bits((version, following.digest), dict(model.named_parameters()))
                     world.counts["followed"] += 1
             if world.random.random() < 0.2 and following.version is not None:
-                pin = world.random.choice((f"{following.version}" if world.pins else "newest", f"{following.version}"))
+                pin = world.random.choice(
+                    (f"{following.version}" if world.pins else "newest", f"{following.version}")
+                )
                 world.call("pin", lambda: setattr(following, "pin", pin))  # noqa: B023
             if world.random.random() < 0.05 and not world.pins:
                 break
@@ -442,7 +494,8 @@ def keeper(world: World, process: Process) -> None:
 def mended(world: World, process: Process) -> None:
     """Repair the channel."""
     found = world.call(
-        "repair", lambda: repair(world.reader(process), source=source_of(str(world.cache)), signer=world.signer)
+        "repair",
+        lambda: repair(world.reader(process), source=source_of(str(world.cache)), signer=world.signer),
     )
     world.counts["repaired"] += not isinstance(found, DeltaSyncError)
 
@@ -455,12 +508,15 @@ def outsider(world: World, process: Process) -> None:
         if keys.CHANNEL not in disk.objects:  # where records are, but no channel, none is begun
             continue
         objects = {key: held.data for key, held in disk.objects.items()}
-        key, data = forged(world.random, objects, world.theirs if world.harm == "forged" else None, world.run_id)
+        key, data = forged(
+            world.random, objects, world.theirs if world.harm == "forged" else None, world.run_id
+        )
         if key in objects and world.harm != "forged" and not key.startswith((keys.HEAD, keys.REPLICAS)):
             continue
         disk.harm(key, data)
         world.counts["forged"] += 1
-        # In an unsigned channel it may be a publisher's, and a record of ours under the next slot ends the log.
+        # In an unsigned channel it may be a publisher's, and a record of ours under the next slot ends the
+        # log.
         if (not world.signed and key.startswith(keys.EPOCHS)) or key.startswith(keys.VERSIONS):
             for attempt in world.attempts:
                 attempt.is_challenged = True
@@ -534,7 +590,12 @@ def harm(world: World, saved: Any) -> Any:
         data = disk.objects[key].data
         at = random.randrange(len(data) or 1)
         disk.harm(
-            key, None if random.random() < 0.2 else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :] if data else b"x"
+            key,
+            None
+            if random.random() < 0.2
+            else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+            if data
+            else b"x",
         )
         cached = sorted(world.cache.iterdir())
         if cached and (path := random.choice(cached)).is_file() and path.stat().st_size:
@@ -577,7 +638,9 @@ def weather(world: World) -> None:
 
 
 def kill(world: World, victim: Process) -> None:
-    """End a process at once; another one goes on under its name. The ranks of a job are started again by it."""
+    """End a process at once; another one goes on under its name. The ranks of a job are started again by
+    it.
+    """
     world.counts["kills"] += 1
     world.scheduler.say(f"{victim.name} is killed")
     victim.killed = True
@@ -587,7 +650,9 @@ def kill(world: World, victim: Process) -> None:
 
 
 def copy(world: World, original: Process) -> None:
-    """Run another process that was restored from a snapshot of this one, with its name and what it drew by chance."""
+    """Run another process that was restored from a snapshot of this one, with its name and what it drew by
+    chance.
+    """
     thread = world.actor(original.name, world.actions[original.name])
     thread.process.copied.append(original.drawn[-1])
     world.scheduler.say(f"{original.name} is copied")

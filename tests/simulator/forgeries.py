@@ -20,7 +20,9 @@ from deltasync.serve.heartbeat import Heartbeat
 _FAR = "999999-ffffffff"
 
 
-def forged(random: Random, objects: dict[str, bytes], theirs: Signer | None, run_id: str) -> tuple[str, bytes | None]:
+def forged(
+    random: Random, objects: dict[str, bytes], theirs: Signer | None, run_id: str
+) -> tuple[str, bytes | None]:
     """Return a key and what is stored there: None if it is deleted.
 
     Args:
@@ -55,7 +57,12 @@ def _heartbeat(random: Random, run_id: str, slot: Slot) -> bytes:
     """A replica that serves other weights by the number of a version, or a later one."""
     version = slot.version + random.choice((0, 3, 100))
     beat = Heartbeat(
-        replica_id="stranger", run_id=run_id, version=version, state="serving", epoch=slot.epoch, sha256="f" * 64
+        replica_id="stranger",
+        run_id=run_id,
+        version=version,
+        state="serving",
+        epoch=slot.epoch,
+        sha256="f" * 64,
     )
     return msgspec.json.encode(beat)
 
@@ -70,7 +77,9 @@ def _hint(random: Random, objects: dict[str, bytes], run_id: str, records: list[
         named += [VersionId(slot.version + 1, slot.epoch, digest)]
     version = random.choice(named)
     head = Head(run_id=run_id, version=version.version, epoch=version.epoch, sha256=version.sha256)
-    return random.choice((documents.encode(head), documents.encode(head), b"", b"{}", b"[" * 4000, bytes(1 << 16)))
+    return random.choice(
+        (documents.encode(head), documents.encode(head), b"", b"{}", b"[" * 4000, bytes(1 << 16))
+    )
 
 
 def _stray(random: Random, objects: dict[str, bytes], run_id: str, is_signed: bool) -> tuple[str, bytes]:
@@ -78,9 +87,15 @@ def _stray(random: Random, objects: dict[str, bytes], run_id: str, is_signed: bo
     epoch = f"{random.choice((1, 2, 3, 999_999)):06d}-{random.randbytes(4).hex()}"
     on = VersionId(random.choice((1, 41)), epoch, "0" * 64)
     opening = EpochDocument(
-        run_id=random.choice((run_id, "other")), epoch=epoch, continues=on, writer="", created_at=documents.now()
+        run_id=random.choice((run_id, "other")),
+        epoch=epoch,
+        continues=on,
+        writer="",
+        created_at=documents.now(),
     )
-    data = random.choice((b"", random.randbytes(300), documents.encode(opening), objects[random.choice(sorted(objects))]))
+    data = random.choice(
+        (b"", random.randbytes(300), documents.encode(opening), objects[random.choice(sorted(objects))])
+    )
     # In an unsigned channel, what cannot be read at the key of a record may be a damaged one.
     slots = [keys.slot(random.choice((1, 2, 50, keys.LARGEST_VERSION - 1)), epoch)] if is_signed else []
     places = [*slots, f"epochs/{epoch}.json", "replicas/odd.json"]
@@ -92,12 +107,20 @@ def _appended(
 ) -> tuple[str, bytes | None]:
     """What could be the next version: other weights that were published before, or the end of the log."""
     on = VersionId(newest.version, newest.epoch, documents.sha256_hex(objects[newest.key]))
-    fields = {"run_id": run_id, "version": on.version + 1, "epoch": on.epoch, "base": on, "created_at": documents.now()}
+    fields = {
+        "run_id": run_id,
+        "version": on.version + 1,
+        "epoch": on.epoch,
+        "base": on,
+        "created_at": documents.now(),
+    }
     found = Record(kind="seal", next_epoch=_FAR, **fields)  # type: ignore[arg-type]
     for key in sorted(objects) if random.random() < 0.7 else ():
         with contextlib.suppress(FormatError):
             old = (
-                record.decode_document(objects[key], len(objects[key]), key, None) if key.startswith(keys.VERSIONS) else None
+                record.decode_document(objects[key], len(objects[key]), key, None)
+                if key.startswith(keys.VERSIONS)
+                else None
             )
             if old is not None and old.kind == "anchor":
                 found = dataclasses.replace(old, **fields)

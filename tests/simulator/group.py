@@ -61,7 +61,11 @@ class PrefixStore:
         call = getattr(self._store, verb)
 
         def prefixed(key: Any, *rest: Any) -> Any:
-            named = [f"{self._prefix}/{each}" for each in key] if isinstance(key, list) else f"{self._prefix}/{key}"
+            named = (
+                [f"{self._prefix}/{each}" for each in key]
+                if isinstance(key, list)
+                else f"{self._prefix}/{key}"
+            )
             return call(named, *rest)
 
         return prefixed

@@ -1,4 +1,6 @@
-"""The truth about the replicas that write heartbeats: none is overlooked, and the version that it serves stays."""
+"""The truth about the replicas that write heartbeats: none is overlooked, and the version that it serves
+stays.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Lives:
     """The lives of all processes with heartbeats in a store.
 
     Attributes:
-        early: A version that was deleted though somebody without heartbeats may serve it; None if there was none.
+        early: A version that was deleted though somebody without heartbeats may serve it; None if there was
+            none.
     """
 
     def __init__(self, disk: Disk, grace_s: float) -> None:
@@ -71,11 +74,15 @@ class Lives:
         self._looked[process] = self._now_s
 
     def begin(self, process: Process) -> None:
-        """A process follows from now on. The last heartbeat of what it followed before may not have been taken."""
+        """A process follows from now on. The last heartbeat of what it followed before may not have been
+        taken.
+        """
         self._began[process] = self._now_s, process.held_s
 
     def age_s(self, process: Process) -> float:
-        """Seconds since a process followed, or the store took a heartbeat of it, while it ran; 0 while it is refused."""
+        """Seconds since a process followed, or the store took a heartbeat of it, while it ran; 0 while it is
+        refused.
+        """
         lives = [(life.stored_s, life.held_s) for (owner, _), life in self._held.items() if owner is process]
         stored_s, held_s = max([self._began[process], *lives])
         if self._now_s < process.refused_until_s + SURE_S:
@@ -83,8 +90,12 @@ class Lives:
         return self._now_s - stored_s - (process.held_s - held_s)
 
     def drop(self, process: Process, key: str) -> None:
-        """Somebody deletes an object: replicas that it may not have seen yet do not count, and newest versions stay."""
-        if not key.startswith((keys.VERSIONS, keys.PARTS, keys.ANCHORS, keys.COMPACTIONS, keys.ANNOUNCEMENTS)):
+        """Somebody deletes an object: replicas that it may not have seen yet do not count, and newest
+        versions stay.
+        """
+        if not key.startswith(
+            (keys.VERSIONS, keys.PARTS, keys.ANCHORS, keys.COMPACTIONS, keys.ANNOUNCEMENTS)
+        ):
             return
         slot, sure_s = keys.slot_of(key), self._now_s - self._grace_s + SURE_S
         if slot is not None and process.name != "end":  # which waits for no grace
@@ -99,22 +110,39 @@ class Lives:
                 self._doubted.append(life)
 
     def doubted(self) -> Sequence[Heartbeat]:
-        """Return the replicas that live, and whose versions may not be readable any more since the last call."""
+        """Return the replicas that live, and whose versions may not be readable any more since the last
+        call.
+        """
         found, self._doubted = self._doubted, []
-        held = [life for life in self._held.values() if any(life.beat.serving == each.beat.serving for each in found)]
+        held = [
+            life
+            for life in self._held.values()
+            if any(life.beat.serving == each.beat.serving for each in found)
+        ]
         return [life.beat for life in held if life.beat.serving is not None]
 
-    def overlooked(self, found: Sequence[Heartbeat], version: int, listed_s: float, run_id: str) -> str | None:
-        """Return whom an acknowledgement leaves out, of those in a listing of `listed_s`, or takes for another; or None."""
+    def overlooked(
+        self, found: Sequence[Heartbeat], version: int, listed_s: float, run_id: str
+    ) -> str | None:
+        """Return whom an acknowledgement leaves out, of those in a listing of `listed_s`, or takes for
+        another; or None.
+        """
         due: dict[str, list[Life]] = {}
         for life in self._recent(LIVE_S - SURE_S):
-            if life.stored_s < listed_s and life.beat.run_id == run_id and life.beat.pin is None and self._is_there(life):
+            if (
+                life.stored_s < listed_s
+                and life.beat.run_id == run_id
+                and life.beat.pin is None
+                and self._is_there(life)
+            ):
                 due.setdefault(life.beat.replica_id, []).append(life)
         for name, lives in due.items():
             for life in lives:
                 if life.beat.version is None or life.beat.version < version:
                     return f"{name}, which serves {life.beat.version}, acknowledges version {version}"
-            said = [beat for beat in found if beat.replica_id == name or beat.replica_id.startswith(f"{name} (")]
+            said = [
+                beat for beat in found if beat.replica_id == name or beat.replica_id.startswith(f"{name} (")
+            ]
             if len(said) < len(lives):
                 return f"{len(lives)} live replicas are named {name}, and {len(said)} acknowledge version {version}"
         return None

@@ -1,8 +1,10 @@
-"""Planted faults of the product that the simulator must find: python -m tests.simulator.mutants [--night] [NAME ...].
+"""Planted faults of the product that the simulator must find: python -m tests.simulator.mutants [--night]
+[NAME ...].
 
-Each replaces a text of a function. It is killed if one of its world's seeds fails, and survives if none of the first
-`SEEDS` does: then an invariant is missing, or a second check stands behind the first. No seed is recorded, so that a row
-holds however the product's schedule changes; a row whose text is gone fails with a sentence.
+Each replaces a text of a function. It is killed if one of its world's seeds fails, and survives if none of
+the first `SEEDS` does: then an invariant is missing, or a second check stands behind the first. No seed is
+recorded, so that a row holds however the product's schedule changes; a row whose text is gone fails with a
+sentence.
 """
 
 from __future__ import annotations
@@ -51,7 +53,10 @@ MUTANTS = {
         "deltasync.channel.record", "        trusted.check(key, document)\n", "        pass\n", "forged"
     ),
     "any key is trusted": Mutant(
-        "deltasync.channel.signing", "trusted = self._keys.get(name)", "trusted = _public_keys([name])[name]", "forged"
+        "deltasync.channel.signing",
+        "trusted = self._keys.get(name)",
+        "trusted = _public_keys([name])[name]",
+        "forged",
     ),
     "a damaged object ends the search": Mutant(
         "deltasync.channel.plan",
@@ -95,7 +100,11 @@ MUTANTS = {
         "deltasync.following.cursor", "number = self._pin or newest.version", "number = newest.version", ""
     ),
     "a version that the store lost is waited for": Mutant(
-        "deltasync.following.cursor", "elif self._is_lost(newest, found):", "elif False:", "restore", at_night=True
+        "deltasync.following.cursor",
+        "elif self._is_lost(newest, found):",
+        "elif False:",
+        "restore",
+        at_night=True,
     ),
     "a signed channel may go back": Mutant(
         "deltasync.following.cursor",
@@ -133,9 +142,14 @@ MUTANTS = {
         "if self._store.can_create:",
         "ignores rival",
     ),
-    "a lease does not settle": Mutant("deltasync.opening.acquire", "self._lease.wait(claimed_s)", "pass", "hub rival late"),
+    "a lease does not settle": Mutant(
+        "deltasync.opening.acquire", "self._lease.wait(claimed_s)", "pass", "hub rival late"
+    ),
     "a newer epoch fences nobody": Mutant(
-        "deltasync.publish.log", "if newest > self.epoch and self._is_opening(newest):", "if False:", "hub rival"
+        "deltasync.publish.log",
+        "if newest > self.epoch and self._is_opening(newest):",
+        "if False:",
+        "hub rival",
     ),
     "a log is not sealed": Mutant(
         "deltasync.opening.acquire",
@@ -165,7 +179,10 @@ MUTANTS = {
         "refused parts",
     ),
     "folders of a lost version are used again": Mutant(
-        "deltasync.publish.log", "self._attempts[version] = self.attempt(version) + 1", "pass", "after parts once"
+        "deltasync.publish.log",
+        "self._attempts[version] = self.attempt(version) + 1",
+        "pass",
+        "after parts once",
     ),
     "a compaction names a base that its steps do not start from": Mutant(
         "deltasync.ops.compactor",
@@ -181,8 +198,12 @@ MUTANTS = {
         "compacts anchors",
         at_night=True,
     ),
-    "the shadow does not move": Mutant("deltasync.publish.shadow", "            difference.apply()\n", "", ""),
-    "fingerprints do not move": Mutant("deltasync.publish.shadow", "before.with_gains(difference.gains)", "before", ""),
+    "the shadow does not move": Mutant(
+        "deltasync.publish.shadow", "            difference.apply()\n", "", ""
+    ),
+    "fingerprints do not move": Mutant(
+        "deltasync.publish.shadow", "before.with_gains(difference.gains)", "before", ""
+    ),
     "what waits is merged with nothing": Mutant(
         "deltasync.publish.publisher",
         "merge([waiting.delta, host_delta(shadow.layout, pieces)])",
@@ -282,7 +303,8 @@ MUTANTS = {
     "gains are those of a second read": Mutant(
         "deltasync.publish.detect",
         "        if steps.at_K.size:\n            self._pieces.append(Delta(",
-        "        _, gain_T, above_T = native.compare(row_RF, self._layout.vectors[width], self._bound_T2[width], expected)\n"
+        "        _, gain_T, above_T = native.compare(row_RF, self._layout.vectors[width], "
+        "self._bound_T2[width], expected)\n"
         "        if steps.at_K.size:\n            self._pieces.append(Delta(",
         "writer receipts",
     ),
@@ -295,8 +317,10 @@ MUTANTS = {
     ),
     "one replica is heard": Mutant(
         "deltasync.serve.heartbeat",
-        "recent = {key: known for key, known in sorted(self._known.items()) if self._age_s(known) <= within_s}",
-        "recent = {key: known for key, known in sorted(self._known.items())[:1] if self._age_s(known) <= within_s}",
+        "recent = {key: known for key, known in sorted(self._known.items()) if self._age_s(known) <= "
+        "within_s}",
+        "recent = {key: known for key, known in sorted(self._known.items())[:1] if self._age_s(known) <= "
+        "within_s}",
         "mild acks follower0 follower1",
         at_night=True,
     ),
@@ -315,7 +339,11 @@ MUTANTS = {
         at_night=True,
     ),
     "a copy writes over its original's heartbeat": Mutant(
-        "deltasync.following.status", "if there in self._own:", "if True:", "mild acks follower0 copies copy", at_night=True
+        "deltasync.following.status",
+        "if there in self._own:",
+        "if True:",
+        "mild acks follower0 copies copy",
+        at_night=True,
     ),
     "a copied boot is not renewed": Mutant(
         "deltasync.following.life",
@@ -325,7 +353,10 @@ MUTANTS = {
         at_night=True,
     ),
     "a replica goes with a restored channel if its epoch's digits are greater": Mutant(
-        "deltasync.following.cursor", "is_proven = found.epoch != newest.epoch and", "is_proven = False and", "restore"
+        "deltasync.following.cursor",
+        "is_proven = found.epoch != newest.epoch and",
+        "is_proven = False and",
+        "restore",
     ),
     "a publisher stops after a restore if the epoch's digits are greater": Mutant(
         "deltasync.publish.log",
@@ -355,7 +386,10 @@ MUTANTS = {
         at_night=True,
     ),
     "versions are acknowledged by number": Mutant(
-        "deltasync.serve.heartbeat", "published.get(serving.version) == serving.sha256", "True", "outsider acks"
+        "deltasync.serve.heartbeat",
+        "published.get(serving.version) == serving.sha256",
+        "True",
+        "outsider acks",
     ),
 }
 """Planted faults by name."""
@@ -371,7 +405,8 @@ def planted(name: str) -> tuple[Path, str]:
     source = path.read_text(encoding="utf-8") if path.exists() else ""
     if (count := source.count(mutant.old)) != 1:
         raise AssertionError(
-            f"The planted fault {name!r} needs one {mutant.old.strip()!r} in {mutant.module}, which has {count}: "
+            f"The planted fault {name!r} needs one {mutant.old.strip()!r} in {mutant.module}, which has "
+            f"{count}: "
             "plant it in the code as it is now, or drop the row with what it was about."
         )
     return path, source.replace(mutant.old, mutant.new)
@@ -399,7 +434,9 @@ def plant(name: str) -> None:
 
 
 class Found(NamedTuple):
-    """What became of a mutant: the seed that fails and how, or None; after how many seconds, and of how much CPU."""
+    """What became of a mutant: the seed that fails and how, or None; after how many seconds, and of how much
+    CPU.
+    """
 
     seed: int | None
     problem: str
@@ -440,8 +477,12 @@ def hunt(name: str, seeds: int) -> Found:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants to plant; by default those of make test")
-    parser.add_argument("--night", action="store_true", help="plant all, and run the seeds that fail without the fault, too")
+    parser.add_argument(
+        "names", nargs="*", metavar="NAME", help="mutants to plant; by default those of make test"
+    )
+    parser.add_argument(
+        "--night", action="store_true", help="plant all, and run the seeds that fail without the fault, too"
+    )
     parser.add_argument("--seeds", type=int, default=SEEDS, help="the most of a mutant")
     given = parser.parse_args()
     with_fixed_hashes("tests.simulator.mutants")
@@ -450,7 +491,11 @@ def main() -> None:
     for name in given.names or (MUTANTS if given.night else QUICK):
         found = hunt(name, given.seeds)
         outcome, cpu_s = "SURVIVED" if found.seed is None else f"killed by {found.seed}", cpu_s + found.cpu_s
-        if given.night and found.seed is not None and run_apart(found.seed, STEPS, world_of(name)) is not None:
+        if (
+            given.night
+            and found.seed is not None
+            and run_apart(found.seed, STEPS, world_of(name)) is not None
+        ):
             outcome = "FAILS ANYWAY"
         survived += [] if outcome.startswith("killed") else [name]
         print(f"{outcome:16} {found.cpu_s:5.1f} s  {name}: {found.problem[:100]}", flush=True)

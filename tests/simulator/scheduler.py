@@ -1,8 +1,9 @@
-"""Threads that run one at a time and change hands only at seams: a wait, a lock, a look at the clock, a store's call.
+"""Threads that run one at a time and change hands only at seams: a wait, a lock, a look at the clock, a
+store's call.
 
-Each simulated thread is a thread of the interpreter that holds the baton, or waits for it. At a seam the seed decides who
-goes on. If nobody can, the clock jumps to the next time at which somebody wants to wake up. `shown` has what the product
-sees of it.
+Each simulated thread is a thread of the interpreter that holds the baton, or waits for it. At a seam the seed
+decides who goes on. If nobody can, the clock jumps to the next time at which somebody wants to wake up.
+`shown` has what the product sees of it.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Process:
         self.killed = self._sleeps = False
 
     def suspend(self, now_s: float, seconds: float, whole_machine: bool) -> None:
-        """Do not run for so long, unless it stands still already; with the whole machine, `time.monotonic` does too."""
+        """Do not run for so long, unless it stands still already; with the whole machine, `time.monotonic`
+        does too.
+        """
         if now_s >= self.suspended_until_s:
             self.suspended_until_s, self._sleeps = now_s + seconds, whole_machine
             self._hold(seconds)
@@ -115,7 +118,8 @@ class Thread:
         except BaseException as error:  # noqa: BLE001 - the world says what it means
             self.error = error
             self.scheduler.failed.append((self, error))
-        self._target, self._args, self._kwargs = None, (), {}  # what they hold ends here, and not beside another thread
+        # what they hold ends here, and not beside another thread
+        self._target, self._args, self._kwargs = None, (), {}
         self.ended = True
         self.scheduler.leave(self)
 
@@ -245,7 +249,10 @@ class Scheduler:
         if not able:
             times = [time_s for thread in self.threads if (time_s := thread.wakes_s()) is not None]
             if not times:
-                self.stuck = "; ".join(f"{thread.process.name}/{thread.name}" for thread in self.threads) + " wait for ever"
+                self.stuck = (
+                    "; ".join(f"{thread.process.name}/{thread.name}" for thread in self.threads)
+                    + " wait for ever"
+                )
                 return None
             self.now_s = max(self.now_s, min(times))
             able = [thread for thread in self.threads if thread.can_run(self.now_s)]

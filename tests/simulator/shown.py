@@ -1,7 +1,8 @@
 """What the product sees of the machine: threads, clocks, chance and names, all of the scheduler.
 
-A real one is not to be reached beside it. `load_product` refuses a module that keeps one when it is imported, because the
-simulation cannot replace that; a call of one from the product's code, while the simulation runs, is a violation.
+A real one is not to be reached beside it. `load_product` refuses a module that keeps one when it is imported,
+because the simulation cannot replace that; a call of one from the product's code, while the simulation runs,
+is a violation.
 """
 
 from __future__ import annotations
@@ -40,17 +41,46 @@ from tests.simulator.scheduler import (
 _PRODUCT = ("deltasync",)
 _LIBRARIES = ("concurrent.futures._base", "concurrent.futures.thread")
 _REAL: dict[ModuleType, tuple[str, ...]] = {
-    time: ("time", "time_ns", "monotonic", "monotonic_ns", "perf_counter", "perf_counter_ns", "clock_gettime", "sleep"),
+    time: (
+        "time",
+        "time_ns",
+        "monotonic",
+        "monotonic_ns",
+        "perf_counter",
+        "perf_counter_ns",
+        "clock_gettime",
+        "sleep",
+    ),
     os: ("urandom", "getrandom", "getpid"),
     uuid: ("uuid1", "uuid4"),
     secrets: ("token_bytes", "token_hex", "token_urlsafe", "randbelow", "choice"),
     random: ("SystemRandom",),
     socket: ("gethostname",),
-    threading: ("Thread", "Timer", "Lock", "RLock", "Condition", "Event", "Semaphore", "BoundedSemaphore", "Barrier"),
+    threading: (
+        "Thread",
+        "Timer",
+        "Lock",
+        "RLock",
+        "Condition",
+        "Event",
+        "Semaphore",
+        "BoundedSemaphore",
+        "Barrier",
+    ),
     queue: ("SimpleQueue", "Queue"),
 }
 """Functions of this machine, by their module: never called by the product's code in a simulation."""
-_PURE = ("local", "TIMEOUT_MAX", "_register_atexit", "strftime", "gmtime", "localtime", "struct_time", "UUID", "timedelta")
+_PURE = (
+    "local",
+    "TIMEOUT_MAX",
+    "_register_atexit",
+    "strftime",
+    "gmtime",
+    "localtime",
+    "struct_time",
+    "UUID",
+    "timedelta",
+)
 
 
 class _Seen:
@@ -169,7 +199,9 @@ def load_product() -> None:
                     if error.name != "triton":  # which is beside the environment
                         raise
     kept = [text for name in _product() for text in kept_by(sys.modules[name])]
-    assert not kept, f"{', '.join(kept)}, which no simulation can replace: call it by its module, when it is needed."
+    assert not kept, (
+        f"{', '.join(kept)}, which no simulation can replace: call it by its module, when it is needed."
+    )
 
 
 def _product() -> list[str]:
@@ -177,7 +209,9 @@ def _product() -> list[str]:
 
 
 def kept_by(module: ModuleType) -> list[str]:
-    """Return what a module keeps of `_REAL`: a name of its own, a default of an argument or of a dataclass's field."""
+    """Return what a module keeps of `_REAL`: a name of its own, a default of an argument or of a dataclass's
+    field.
+    """
     real = {id(getattr(of, name)): f"{of.__name__}.{name}" for of, names in _REAL.items() for name in names}
     found: list[str] = []
 
@@ -218,7 +252,11 @@ def shown(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
             if isinstance(value, ModuleType) and value in modules:
                 # How often live weights take a lock depends on their addresses.
                 is_quiet = value is threading and name.startswith("deltasync.live")
-                yield sys.modules[name], attribute, Threading(scheduler, quiet=True) if is_quiet else modules[value]
+                yield (
+                    sys.modules[name],
+                    attribute,
+                    Threading(scheduler, quiet=True) if is_quiet else modules[value],
+                )
     for module, names in _REAL.items():
         for name in names:
             if isinstance(value := getattr(module, name), type):
@@ -228,7 +266,11 @@ def shown(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
     yield (
         sys,
         "_current_frames",
-        lambda: {thread.number: frame for thread in scheduler.threads if (frame := frames().get(thread.real)) is not None},
+        lambda: {
+            thread.number: frame
+            for thread in scheduler.threads
+            if (frame := frames().get(thread.real)) is not None
+        },
     )
     yield os, "getpid", lambda: 4711
     yield socket, "gethostname", lambda: "host"

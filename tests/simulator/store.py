@@ -126,7 +126,10 @@ class Disk:
 
     def put(self, key: str, data: bytes) -> None:
         """What the product stores: no key but the mutable ones gets two contents."""
-        if self.bytes + len(data) - len(self.objects[key].data if key in self.objects else b"") > self.room_bytes:
+        if (
+            self.bytes + len(data) - len(self.objects[key].data if key in self.objects else b"")
+            > self.room_bytes
+        ):
             raise StoreError(f"{key}: {NO_SPACE}.")
         self.ours.setdefault(key, set()).add(data)
         if len(self.ours[key]) > 1 and key not in self.harmed and not key.startswith(MUTABLE):
@@ -151,7 +154,9 @@ class Disk:
     def write(self, key: str, data: bytes) -> None:
         self.objects[key] = _Object(data, self.scheduler.now_s)
         self.ever.setdefault(key, set()).add(data)
-        self.scheduler.say(f"{self.name}: {key} has {len(data)} bytes, {hashlib.sha256(data).hexdigest()[:8]}")
+        self.scheduler.say(
+            f"{self.name}: {key} has {len(data)} bytes, {hashlib.sha256(data).hexdigest()[:8]}"
+        )
         for watch in self.watches:
             watch.report(key)
 
@@ -269,7 +274,8 @@ class Line:
         self.requests[verb] += 1
         disk.scheduler.sleep(self._random.uniform(0.001, 0.05))
         faults = disk.faults
-        if self._meets("stalled", faults.stalled * (8 if verb == "connect" else 1)):  # between a look and what it permits
+        # between a look and what it permits
+        if self._meets("stalled", faults.stalled * (8 if verb == "connect" else 1)):
             seconds = self._random.choice((2.0, 40.0, 100.0, 2000.0))
             self.process.suspend(disk.scheduler.now_s, seconds, self._random.random() < 0.5)
             disk.scheduler.say(f"{verb} {key}: {self.process.name} stands still for {seconds:.0f} s")
@@ -339,7 +345,11 @@ class Line:
     def _arrived(self, data: bytes) -> bytes:
         if data and self._meets("damaged", self.disk.faults.damaged):
             at = self._random.randrange(len(data))
-            return data[:at] if self._random.random() < 0.5 else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+            return (
+                data[:at]
+                if self._random.random() < 0.5
+                else data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :]
+            )
         return data
 
 

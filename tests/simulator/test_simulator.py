@@ -1,4 +1,6 @@
-"""Seeds of the simulator, in processes of their own: each begins with the order of sets and with modules as they are."""
+"""Seeds of the simulator, in processes of their own: each begins with the order of sets and with modules as
+they are.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def test_nothing_that_must_hold_is_violated(first: int) -> None:
 
 def test_a_seed_gives_the_same_trace() -> None:
     assert failures(run("tests.simulator", "--seed", "7", "--seeds", "4", "--steps", "40", "--twice")) == []
-    assert run("tests.simulator", "--seed", "8", "--trace") == run("tests.simulator", "--seed", "8", "--trace")
+    assert run("tests.simulator", "--seed", "8", "--trace") == run(
+        "tests.simulator", "--seed", "8", "--trace"
+    )
 
 
 _KEEPS = """
@@ -62,7 +66,9 @@ def test_a_real_clock_that_a_module_keeps_is_named(monkeypatch: pytest.MonkeyPat
     assert len(kept_by(module)) == 5, kept_by(module)
 
 
-@pytest.mark.parametrize("call", ("time.time()", "os.urandom(4)", "uuid.uuid4()", "secrets.token_hex(4)", "time.sleep(0)"))
+@pytest.mark.parametrize(
+    "call", ("time.time()", "os.urandom(4)", "uuid.uuid4()", "secrets.token_hex(4)", "time.sleep(0)")
+)
 def test_a_real_clock_that_the_product_calls_is_a_violation(call: str) -> None:
     scheduler, text = Scheduler(0), f"import os, secrets, time, uuid\n{call}"
     with scheduler.installed(shown(scheduler)):
@@ -74,7 +80,10 @@ def test_a_real_clock_that_the_product_calls_is_a_violation(call: str) -> None:
 
 def test_what_is_not_simulated_is_not_there() -> None:
     scheduler = Scheduler(0)
-    with scheduler.installed(shown(scheduler)), pytest.raises(Stuck, match=r"time\.process_time, which is not simulated"):
+    with (
+        scheduler.installed(shown(scheduler)),
+        pytest.raises(Stuck, match=r"time\.process_time, which is not simulated"),
+    ):
         heartbeat.time.process_time()
 
 

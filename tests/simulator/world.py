@@ -1,4 +1,6 @@
-"""Processes with the product's code in them, and what must hold: after each call of theirs, and when all is well again."""
+"""Processes with the product's code in them, and what must hold: after each call of theirs, and when all is
+well again.
+"""
 
 from __future__ import annotations
 
@@ -76,18 +78,25 @@ class World:
     """A store, the processes around it, and all that was published to it.
 
     Attributes:
-        harm: What happens to the store beside requests: objects rot or expire, it is restored from a backup, it swallows
-            what it confirms, or somebody writes forgeries. Then a version that was visible may be lost, but no bit is wrong.
+        harm: What happens to the store beside requests: objects rot or expire, it is restored from a backup,
+            it swallows what it confirms, or somebody writes forgeries. Then a version that was visible may be
+            lost, but no bit is wrong.
         snapshots: Bits that were published, by their digest.
         visible: What a receipt called visible: (version, digest) to bits.
         served: What a replica served.
         lost: Bits of which a receipt said that they are lost.
         unsure: Bits that were published more than once, or perhaps.
-        mixed: Bits before and after a write beside a publish: what is published has one of both at each element.
+        mixed: Bits before and after a write beside a publish: what is published has one of both at each
+            element.
     """
 
     def __init__(
-        self, seed: int, folder: Path, steps: int = STEPS, keep_trace: bool = False, wanted: Collection[str] = ()
+        self,
+        seed: int,
+        folder: Path,
+        steps: int = STEPS,
+        keep_trace: bool = False,
+        wanted: Collection[str] = (),
     ) -> None:
         self.scheduler = Scheduler(seed, keep_trace)
         self.random = random = self.scheduler.random
@@ -157,7 +166,9 @@ class World:
     def _chosen(self, choices: Sequence[Any], names: Sequence[str | None]) -> Any:
         """One by chance, or that whose name is wanted."""
         at = self.random.randrange(len(choices))
-        return next((one for one, name in zip(choices, names, strict=True) if name in self.wanted), choices[at])
+        return next(
+            (one for one, name in zip(choices, names, strict=True) if name in self.wanted), choices[at]
+        )
 
     def _key(self, name: str) -> Signer | None:
         key = ed25519.Ed25519PrivateKey.from_private_bytes(self.random.randbytes(32))
@@ -205,7 +216,10 @@ class World:
     def machine(self, process: Process) -> Process:
         """Let the clock of a process's machine be wrong, where clocks are."""
         if self.has_clocks:
-            process.ahead_s, process.drift = self.random.uniform(-CLOCK_S, CLOCK_S), self.random.uniform(-1e-3, 1e-3)
+            process.ahead_s, process.drift = (
+                self.random.uniform(-CLOCK_S, CLOCK_S),
+                self.random.uniform(-1e-3, 1e-3),
+            )
         return process
 
     def step(self) -> bool:
@@ -221,7 +235,9 @@ class World:
         self.scheduler.sleep(self.random.uniform(0.0, most_s * (5.0 if "long" in self.wanted else 1.0)))
 
     def call(self, what: str, action: Callable[[], Any], interruptible: bool = False) -> Any:
-        """Call the product: its own errors are returned, any other is a violation, as is a call that does not end."""
+        """Call the product: its own errors are returned, any other is a violation, as is a call that does not
+        end.
+        """
         before_s, me = self.scheduler.now_s, self.scheduler.running
         process, held_s = me.process, me.process.held_s
         try:
@@ -236,7 +252,9 @@ class World:
             if self.is_unproven(str(error)):
                 raise Violation(f"bytes that nobody signed were decoded: {error}") from error
             if not str(error).strip() or "\n" in str(error):
-                raise Violation(f"{what} raised {type(error).__name__} without one sentence: {error}") from error
+                raise Violation(
+                    f"{what} raised {type(error).__name__} without one sentence: {error}"
+                ) from error
         except (Killed, Stuck, Violation, KeyboardInterrupt):
             raise
         except Exception as error:
@@ -268,7 +286,11 @@ class World:
     def reading_store(self, process: Process) -> Store:
         """A replica's way to the store, behind the cache of the node or not."""
         line: Store = Line(self.disk, process)
-        return CachedStore(line, self.cache, 1 << 30) if self.random.random() < 0.4 or "cache" in self.wanted else line
+        return (
+            CachedStore(line, self.cache, 1 << 30)
+            if self.random.random() < 0.4 or "cache" in self.wanted
+            else line
+        )
 
     def train(self) -> None:
         """Change the weights a little, or a lot, or not at all."""
@@ -301,11 +323,15 @@ class World:
     # --- what must hold ---
 
     def check_failed(self) -> None:
-        """Raise what ended a thread, of the product or of an actor, and what the store or the log has seen."""
+        """Raise what ended a thread, of the product or of an actor, and what the store or the log has
+        seen.
+        """
         for thread, error in self.scheduler.failed:
             if isinstance(error, Violation | Stuck):
                 raise error
-            raise Violation(f"{thread.process.name}/{thread.name} ended with {type(error).__name__}: {error}") from error
+            raise Violation(
+                f"{thread.process.name}/{thread.name} ended with {type(error).__name__}: {error}"
+            ) from error
         self.check_said()
 
     def check_said(self) -> None:
@@ -314,12 +340,16 @@ class World:
             raise Violation(problem)
 
     def is_unproven(self, text: str) -> bool:
-        """Whether an error is of bytes that were decoded or applied, and are in a signed channel what was signed."""
+        """Whether an error is of bytes that were decoded or applied, and are in a signed channel what was
+        signed.
+        """
         is_replica = self.scheduler.running.process.name.startswith(("replica", "follower"))
         return self.signed and is_replica and not self.memory_rots and _UNPROVEN.search(text) is not None
 
     def hear(self, record: logging.LogRecord) -> None:
-        """What the product logs: no surprise; nothing at all when all is well; and no damaged byte reached live weights."""
+        """What the product logs: no surprise; nothing at all when all is well; and no damaged byte reached
+        live weights.
+        """
         error = None if record.exc_info is None else record.exc_info[1]
         text = record.getMessage()
         if error is not None and not isinstance(error, DeltaSyncError | Killed):
@@ -336,7 +366,9 @@ class World:
             return
         self.compare_bits((identity.version, identity.sha256), replica.state_dict())
         ours = {hashlib.sha256(data).hexdigest() for data in self.disk.ours.get(identity.key, ())}
-        if identity.sha256 not in ours and (self.signed or (self.harm is None and not self.disk.met["damaged"])):
+        if identity.sha256 not in ours and (
+            self.signed or (self.harm is None and not self.disk.met["damaged"])
+        ):
             raise Violation(f"a replica serves {identity}, which no publisher has stored")
 
     def compare_bits(self, version: tuple[int, str], tensors: Mapping[str, torch.Tensor]) -> None:
@@ -370,7 +402,9 @@ class World:
             if self.harm is None and beat.version is not None:
                 found = self.still(beat.version)
                 if isinstance(found, DeltaSyncError) or found.digest != beat.sha256:
-                    raise Violation(f"{beat.replica_id} serves version {beat.version}, and it is deleted: {found}")
+                    raise Violation(
+                        f"{beat.replica_id} serves version {beat.version}, and it is deleted: {found}"
+                    )
 
     def check_receipt(self, receipt: Any, bits: str | None) -> None:
         """A version that a receipt calls visible can be joined, and has the bits that were given."""
@@ -384,7 +418,9 @@ class World:
             self.agree(self.visible, (receipt.version, receipt.digest), bits, "joined")
 
     def settle(self) -> None:
-        """Without faults a publisher can publish, everybody reaches its version, and nothing visible is lost."""
+        """Without faults a publisher can publish, everybody reaches its version, and nothing visible is
+        lost.
+        """
         process = Process("end")
         for each in self.live:
             each.resume(self.scheduler.now_s)
@@ -396,10 +432,13 @@ class World:
         thread.start()
         thread.join()
         if self.harm == "rot" and isinstance(thread.error, UnsupportedFormatError):
-            self.scheduler.failed.clear()  # a byte of the format's name: nothing is written to a newer channel
+            # a byte of the format's name: nothing is written to a newer channel
+            self.scheduler.failed.clear()
             return
         if isinstance(thread.error, DeltaSyncError):
-            raise Violation(f"without faults: {type(thread.error).__name__}: {thread.error}") from thread.error
+            raise Violation(
+                f"without faults: {type(thread.error).__name__}: {thread.error}"
+            ) from thread.error
 
     def _finish(self, process: Process) -> None:
         before_s, saved = self.scheduler.now_s, dict(self.disk.objects)
@@ -422,7 +461,9 @@ class World:
             if number and receipt.kind != "delta":
                 raise Violation(f"version {receipt.version} is published whole, without a fault")
             self.is_calm = (
-                number > 0 and self.harm is None and not (self.counts["forged"] or self.forgets or self.kind.edge_s)
+                number > 0
+                and self.harm is None
+                and not (self.counts["forged"] or self.forgets or self.kind.edge_s)
             )
         if self.harm == "restore" and not self.signed and keys.CHANNEL in saved:
             self._go_back(saved, publisher, replicas)
@@ -431,7 +472,9 @@ class World:
         is_proven = self.signed or self.harm != "rot"  # otherwise the copy has whatever record could be read
         if is_proven and self.copy.objects.get(keys.HEAD) is not None:
             copied = Replica(Line(self.copy, process), trusted_keys=self.trusted)
-            if isinstance(found := self.call("sync with the copy", lambda: copied.sync(timeout_s=5.0)), DeltaSyncError):
+            if isinstance(
+                found := self.call("sync with the copy", lambda: copied.sync(timeout_s=5.0)), DeltaSyncError
+            ):
                 raise Violation(f"the copy has a head and cannot be joined: {found}")
             self.compare(copied)
         spent_s = self.scheduler.now_s - before_s
@@ -444,7 +487,9 @@ class World:
         self.check_visible(process)
 
     def _go_back(self, saved: dict[str, Any], earlier: Publisher, replicas: Sequence[Replica]) -> None:
-        """The store is turned back to before a publisher opened the channel, and another one opens it: all go with that."""
+        """The store is turned back to before a publisher opened the channel, and another one opens it: all go
+        with that.
+        """
         self.disk.restore(saved)
         publisher = self.publisher(Process("later"))
         for _ in range(2):
@@ -458,7 +503,10 @@ class World:
         for _ in range(4):
             self.train()
             self.note()
-            if isinstance(self.call("publish after a restore", lambda: earlier.publish(self.weights.items())), FencedError):
+            if isinstance(
+                self.call("publish after a restore", lambda: earlier.publish(self.weights.items())),
+                FencedError,
+            ):
                 self.call("close after a restore", earlier.close)
                 return
             self.scheduler.sleep(10.0)
@@ -470,7 +518,8 @@ class World:
         while replica.digest != receipt.digest:
             if self.scheduler.now_s > until_s:
                 raise Violation(
-                    f"without faults a replica that polls is at {replica.identity}, not {receipt.version}: {found}"
+                    f"without faults a replica that polls is at {replica.identity}, not {receipt.version}: "
+                    f"{found}"
                 )
             found = self.call("poll", replica.poll)
             self.pause(4.0)
@@ -484,10 +533,13 @@ class World:
         while replica.digest != receipt.digest:
             found = self.call("sync", lambda: replica.sync(timeout_s=5.0))
             # A forged record that seems newer is said after the step, too.
-            refused += isinstance(found, DeltaSyncError) and not (self.harm == "forged" and replica.digest == receipt.digest)
+            refused += isinstance(found, DeltaSyncError) and not (
+                self.harm == "forged" and replica.digest == receipt.digest
+            )
             if self.scheduler.now_s > until_s:
                 raise Violation(
-                    f"without faults a joiner is at {replica.identity} and not at {version} ({receipt.digest[:12]}): {found}"
+                    f"without faults a joiner is at {replica.identity} and not at {version} "
+                    f"({receipt.digest[:12]}): {found}"
                 )
             self.pause(1.0)
         spent = asked - before
@@ -516,7 +568,9 @@ class World:
             raise Violation(f"the channel has versions {[*held]}")
         for version, digest in sorted(self.visible):
             if version in held and held[version] != digest:
-                raise Violation(f"version {version} was visible as {digest[:12]}, and is {held[version][:12]} now")
+                raise Violation(
+                    f"version {version} was visible as {digest[:12]}, and is {held[version][:12]} now"
+                )
             if version not in held and not self.forgets and version <= max(held):
                 raise Violation(f"version {version} was visible, and is not in the channel")
         if self.counts["forged"]:
@@ -537,7 +591,8 @@ class World:
 
     def _check_data(self, process: Process) -> None:
         report = check(self.reader(process), read_data=True)
-        problems = [text for text in map(str, report.problems) if not text.startswith(keys.EPOCHS)]  # of who lost a race
+        # of who lost a race
+        problems = [text for text in map(str, report.problems) if not text.startswith(keys.EPOCHS)]
         if problems or report.unproven:
             raise Violation(f"the channel is damaged: {problems[:3]}, {report.unproven}")
 
@@ -545,7 +600,9 @@ class World:
 def _is_mixed(held: dict[str, bytes], before: dict[str, bytes], after: dict[str, bytes]) -> bool:
     """Whether each element is one of two."""
     views = ([np.frombuffer(each[name], np.uint16) for each in (held, before, after)] for name in held)
-    return all(bool(((held_N == before_N) | (held_N == after_N)).all()) for held_N, before_N, after_N in views)
+    return all(
+        bool(((held_N == before_N) | (held_N == after_N)).all()) for held_N, before_N, after_N in views
+    )
 
 
 def _digest(held: dict[str, bytes]) -> str:
@@ -563,7 +620,8 @@ def _listening(world: World) -> Iterator[None]:
 
     logger, handler = logging.getLogger("deltasync"), Handler(logging.WARNING)
     before = logger.level, logger.propagate
-    logging.getLogger("concurrent.futures").setLevel(logging.CRITICAL + 1)  # which tells of threads that are killed
+    # which tells of threads that are killed
+    logging.getLogger("concurrent.futures").setLevel(logging.CRITICAL + 1)
     logger.addHandler(handler)
     logger.propagate = False
     logger.setLevel(logging.WARNING)
@@ -574,8 +632,12 @@ def _listening(world: World) -> Iterator[None]:
         logger.level, logger.propagate = before
 
 
-def simulate(seed: int, steps: int = STEPS, keep_trace: bool = False, wanted: Collection[str] = ()) -> Outcome:
-    """Run one seed. `wanted` are what its world has: a store, a harm, actors, faults, events; with "only", no others."""
+def simulate(
+    seed: int, steps: int = STEPS, keep_trace: bool = False, wanted: Collection[str] = ()
+) -> Outcome:
+    """Run one seed. `wanted` are what its world has: a store, a harm, actors, faults, events; with "only", no
+    others.
+    """
     finishing = dict(ending._finishing)
     problem = None
     with tempfile.TemporaryDirectory() as folder:

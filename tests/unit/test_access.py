@@ -34,10 +34,20 @@ def routes(client: TestClient) -> list[tuple[str, str]]:
     return [pair for pair in pairs if pair[1] != READY]  # routers and Kubernetes ask it without a token
 
 
-def test_every_route_wants_the_token_and_none_logs_it(client: TestClient, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_route_wants_the_token_and_none_logs_it(
+    client: TestClient, caplog: pytest.LogCaptureFixture
+) -> None:
     caplog.set_level(logging.DEBUG)
     assert len(routes(client)) == 8
-    wrong = [f"Bearer {TOKEN}x", f"Bearer {TOKEN[:-1]}", "Bearer", f"Digest {TOKEN}", TOKEN, "Basic !", "Bearer \u00e9"]
+    wrong = [
+        f"Bearer {TOKEN}x",
+        f"Bearer {TOKEN[:-1]}",
+        "Bearer",
+        f"Digest {TOKEN}",
+        TOKEN,
+        "Basic !",
+        "Bearer \u00e9",
+    ]
     for method, path in routes(client):
         for value in wrong:
             reply = client.request(method, path, headers={"authorization": value.encode()})
@@ -47,7 +57,11 @@ def test_every_route_wants_the_token_and_none_logs_it(client: TestClient, caplog
         assert TOKEN not in bare.text
         password = base64.b64encode(f"anybody:{TOKEN}".encode()).decode()
         for value in (f"Bearer {TOKEN}", f"bearer  {TOKEN} ", f"Basic {password}"):
-            assert client.request(method, path, headers={"authorization": value}).status_code in (200, 422, 503)
+            assert client.request(method, path, headers={"authorization": value}).status_code in (
+                200,
+                422,
+                503,
+            )
     assert "DELTASYNC_HTTP_TOKEN" not in caplog.text and TOKEN not in caplog.text
 
 

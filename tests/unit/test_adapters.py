@@ -1,4 +1,6 @@
-"""Following an adapter, over a stand-in for vLLM's served models; tests/integration/test_vllm_adapter.py has a real vLLM."""
+"""Following an adapter, over a stand-in for vLLM's served models; tests/integration/test_vllm_adapter.py has
+a real vLLM.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def test_versions_are_loaded_by_name_and_the_newest_by_the_adapters(memory_url: 
         assert bench.target.models == ["policy", "policy-v2", "policy-v1"]
 
 
-def test_a_version_in_use_is_kept_and_its_files_outlast_its_name(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_in_use_is_kept_and_its_files_outlast_its_name(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Bench(memory_url) as bench:
         for _ in range(4):
             bench.publish()
@@ -150,14 +154,22 @@ def test_a_version_that_vllm_does_not_load_is_tried_again(memory_url: str) -> No
         assert bench.refresh().version == 1
 
 
-def test_a_trainer_that_resumes_with_another_config_or_base_publishes_full_weights_with_it(memory_url: str) -> None:
+def test_a_trainer_that_resumes_with_another_config_or_base_publishes_full_weights_with_it(
+    memory_url: str,
+) -> None:
     config = {"adapter_config.json": b'{"r": 2, "lora_alpha": 64}'}
     other = config | {FILE: AdapterBase(name="another", tensors={}).encode()}
     with Bench(memory_url) as bench:
         bench.publish()
         bench.refresh()
         anew = ["anchor", "delta"]
-        for files, kinds in ((CONFIG, ["delta"]), (config, anew), (config, ["delta"]), (other, anew), (other, ["delta"])):
+        for files, kinds in (
+            (CONFIG, ["delta"]),
+            (config, anew),
+            (config, ["delta"]),
+            (other, anew),
+            (other, ["delta"]),
+        ):
             bench.publisher.close()
             bench.publisher = Publisher(memory_url, dtype="keep", model_files=files, resume=True)
             for kind in kinds:
@@ -191,9 +203,15 @@ def serve(bench: Bench, folder: Path, tensors: dict[str, torch.Tensor]) -> None:
 def test_an_adapter_is_served_over_its_base(
     dtype: torch.dtype, memory_url: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    trained = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in BASE.items()}
+    trained = {
+        name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in BASE.items()
+    }
     with Bench(memory_url, model_files=based_on(trained)) as bench:
-        serve(bench, tmp_path, {name: tensor.bfloat16() for name, tensor in BASE.items()} | {"extra": torch.ones(1)})
+        serve(
+            bench,
+            tmp_path,
+            {name: tensor.bfloat16() for name, tensor in BASE.items()} | {"extra": torch.ones(1)},
+        )
         for version in (1, 2):
             bench.publish()
             assert bench.refresh().version == version
@@ -203,13 +221,18 @@ def test_an_adapter_is_served_over_its_base(
 @pytest.mark.parametrize("name", ["embed.weight", "norm.weight", "q.weight"])
 def test_an_adapter_of_another_base_is_refused(name: str, memory_url: str, tmp_path: Path) -> None:
     with Bench(memory_url, model_files=based_on(BASE)) as bench:
-        serve(bench, tmp_path, BASE | {name: BASE[name].clone().index_put_((torch.tensor(3),), torch.tensor(0.5))})
+        serve(
+            bench,
+            tmp_path,
+            BASE | {name: BASE[name].clone().index_put_((torch.tensor(3),), torch.tensor(0.5))},
+        )
         bench.publish()
         for _ in range(2):
             status = bench.refresh()
             assert (status.state, status.version) == ("failed", None)
             assert status.error == (
-                f"ModelMismatchError: The adapter of {memory_url} was trained on the-base, and {tmp_path}, which is served "
+                f"ModelMismatchError: The adapter of {memory_url} was trained on the-base, and {tmp_path}, "
+                "which is served "
                 f"here, has other weights: {name}. Serve the model that it was trained on."
             )
         assert bench.vllm.loads == []
@@ -231,10 +254,17 @@ def test_what_a_base_cannot_be_compared_with_is_named_once(
 
 @pytest.mark.parametrize(
     ("files", "said"),
-    [(CONFIG, "does not say which base model"), (based_on(BASE), "cannot be compared: the-model is neither a directory")],
+    [
+        (CONFIG, "does not say which base model"),
+        (based_on(BASE), "cannot be compared: the-model is neither a directory"),
+    ],
 )
 def test_a_base_that_nobody_knows_is_warned_of(
-    files: dict[str, bytes], said: str, memory_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    files: dict[str, bytes],
+    said: str,
+    memory_url: str,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with Bench(memory_url, model_files=files) as bench:
         bench.vllm.vllm_config.model_config.model = "the-model/of/nobody"

@@ -1,4 +1,6 @@
-"""`docs/operations/alerts.md`: each row starts from its symptom; state, error and alerts are those of the page."""
+"""`docs/operations/alerts.md`: each row starts from its symptom; state, error and alerts are those of the
+page.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ from tests.faults import FaultyStore, flipped
 engine = driving.engine  # a fixture
 
 PAGE = (ROOT / "docs/operations/alerts.md").read_text(encoding="utf-8")
-ROWS = [[cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", PAGE, re.M)][2:]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\|.*\|$", PAGE, re.M)
+][2:]
 
 
 @dataclasses.dataclass
@@ -61,7 +65,9 @@ class Scene:
         assert base is not None
         self.trainer.weights["w"].view(torch.int16)[:3] += 1
         encoded, changed = channel.encode(channel.bits[base.sha256], self.trainer.weights, 3, 2, 1)[0]
-        record = channel.record("delta", 3, self.trainer.weights, delta=Delta(codec="packed", changed=changed))
+        record = channel.record(
+            "delta", 3, self.trainer.weights, delta=Delta(codec="packed", changed=changed)
+        )
         channel.append(dataclasses.replace(record, requires=["teleport"]), encoded, self.trainer.weights)
         channel.head()
 

@@ -51,10 +51,20 @@ def test_an_anchor_is_a_checkpoint_that_transformers_loads(
 
 
 def test_companion_files_are_all_but_weights_and_hidden_ones(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json", "a.bin", ".hidden"):
+    for name in (
+        "config.json",
+        "tokenizer.json",
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "a.bin",
+        ".hidden",
+    ):
         (tmp_path / name).write_text(name)
     (tmp_path / "folder").mkdir()
-    assert anchors.read_model_files(tmp_path) == {"config.json": b"config.json", "tokenizer.json": b"tokenizer.json"}
+    assert anchors.read_model_files(tmp_path) == {
+        "config.json": b"config.json",
+        "tokenizer.json": b"tokenizer.json",
+    }
 
 
 def write_all(folder: Path, *names: str) -> None:
@@ -75,9 +85,13 @@ KEPT = (
 
 def test_texts_in_subfolders_are_model_files(tmp_path: Path) -> None:
     write_all(tmp_path, *KEPT)
-    write_all(tmp_path, "code/__pycache__/layers.json", ".git/config.json", "code/.hidden.json", "code/model.onnx")
+    write_all(
+        tmp_path, "code/__pycache__/layers.json", ".git/config.json", "code/.hidden.json", "code/model.onnx"
+    )
     write_all(tmp_path, "2_Dense/model.safetensors", "original/consolidated.00.pth", "code/a name.py")
-    write_all(tmp_path, "checkpoint-5/trainer_state.json", "checkpoint-5/config.json", "checkpoint-5/inner/a.json")
+    write_all(
+        tmp_path, "checkpoint-5/trainer_state.json", "checkpoint-5/config.json", "checkpoint-5/inner/a.json"
+    )
     write_all(tmp_path, "merged/config.json", "merged/tokenizer_config.json")
     (tmp_path / "loop").symlink_to(tmp_path)
     (tmp_path / "linked.json").symlink_to(tmp_path / "config.json")  # as in the Hub's cache
@@ -90,7 +104,9 @@ def test_a_directory_that_is_no_checkpoint_gives_its_top_alone(tmp_path: Path) -
     assert anchors.read_model_files(tmp_path) == {"notes.json": b"notes.json"}
 
 
-def test_a_directory_with_too_much_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_directory_with_too_much_is_refused_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_all(tmp_path, "config.json", "code/one.py", "code/two.py")
     monkeypatch.setattr(limits, "COMPANION_FILES", 2)
     with pytest.raises(ConfigError, match="more than 2 files"):
@@ -102,7 +118,11 @@ def test_subfolders_arrive_in_anchors_and_exports(tmp_path: Path, memory_url: st
     with Publisher(memory_url, model_files=tmp_path / "model") as publisher:
         publisher.publish({"weight": torch.ones(4)}.items()).wait(60)
     ops.export(ChannelReader(open_store(memory_url)), None, tmp_path / "out")
-    files = {path.relative_to(tmp_path / "out").as_posix() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(tmp_path / "out").as_posix()
+        for path in (tmp_path / "out").rglob("*")
+        if path.is_file()
+    }
     assert files == {*KEPT, "model.safetensors"}
     assert all((tmp_path / "out" / name).read_text() == name for name in KEPT)
 

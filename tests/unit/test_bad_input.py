@@ -1,4 +1,6 @@
-"""Readers before bytes that are damaged, cut, missing, or wrong in themselves: no wrong bits, and the right ones later."""
+"""Readers before bytes that are damaged, cut, missing, or wrong in themselves: no wrong bits, and the right
+ones later.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def _second() -> Weights:
 
 @dataclasses.dataclass
 class Scene:
-    """A channel at version 2, whose payload is in a part, read through a store that can lie, and a replica at version 1."""
+    """A channel at version 2, whose payload is in a part, read through a store that can lie, and a replica at
+    version 1.
+    """
 
     store: FaultyStore
     replica: Replica
@@ -83,7 +87,9 @@ def scene(memory_url: str) -> Scene:
     return _scene(memory_url)
 
 
-def test_a_join_that_runs_out_of_memory_has_what_came_before(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_join_that_runs_out_of_memory_has_what_came_before(
+    scene: Scene, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def full(self: LiveMemory, delta: Delta) -> None:
         (first, *_) = delta.split(1)
         assert 0 < first.changed < delta.changed
@@ -161,7 +167,8 @@ def test_sync_waits_until_the_version_exists(memory_url: str, version: int | Non
     assert_same_bits(replica.state_dict(), _second() if version else FIRST)
 
 
-# From here on the digests are right, so that what stands between wrong bytes and live weights is decoding and fingerprints.
+# From here on the digests are right, so that what stands between wrong bytes and live weights is decoding and
+# fingerprints.
 
 
 def _file(scene: Scene, stored: StoredRecord) -> bytes:
@@ -236,7 +243,9 @@ def _renamed(entry: str) -> Callable[[dict[str, Any]], None]:
         _set_metadata("vectors", "[]"),
         _set_metadata("vectors", '{"2": 1}'),
         _set_metadata("vectors", '{"2": {}}'),
-        _set_metadata("vectors", '{"4": {"tensor": 0, "tensors": 0, "block": 0, "blocks": 0, "planes": null}}'),
+        _set_metadata(
+            "vectors", '{"4": {"tensor": 0, "tensors": 0, "block": 0, "blocks": 0, "planes": null}}'
+        ),
         _set_metadata("vectors", '{"two": {}}'),
         _set_metadata("vectors", "[" * 100_000),
         _set_metadata("vectors", "{}"),
@@ -252,7 +261,10 @@ def _renamed(entry: str) -> Callable[[dict[str, Any]], None]:
         ),
         _set_vector("2", tensors=1),
         _set_vector("2", blocks=0),
-        *(_set_vector("2", groups=wrong) for wrong in ([], [1], [0, 1], [0, 0], [-1], [0.0], ["0"], [True], 0, None, {})),
+        *(
+            _set_vector("2", groups=wrong)
+            for wrong in ([], [1], [0, 1], [0, 0], [-1], [0.0], ["0"], [True], 0, None, {})
+        ),
         _set_vector("2", planes=[1, 2]),
         _set_vector("2", planes="all"),
         lambda header: header.pop("__metadata__"),
@@ -318,12 +330,15 @@ def test_an_anchor_that_is_not_of_this_channel_is_a_format_error(
         Replica(scene.store).sync()
 
 
-def test_a_context_delta_on_rotten_memory_is_loaded_anew(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_delta_on_rotten_memory_is_loaded_anew(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     # A tensor as small as this one would be coded by gaps.
     for name, size in {"TILE": 100, "SMALL": 160, "LEAST": 400, "FEW": 1}.items():
         monkeypatch.setattr(tiles, name, size)
     scene = _scene(memory_url, "context")
-    # So many elements of another exponent, the changed one among them, that the delta makes no sense any more.
+    # So many elements of another exponent, the changed one among them, that the delta makes no sense any
+    # more.
     scene.replica.state_dict()["a.weight"].view(torch.int16)[:3] = 0
     assert scene.replica.sync() == 2
     scene.assert_at(2)

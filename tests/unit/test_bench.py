@@ -20,14 +20,23 @@ def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _model(changed_fraction: float) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray], dict[str, int]]:
-    """Tensors of every awkward kind: changed everywhere, nowhere, only in its first, only in its last element; NaNs; 0-d."""
+    """Tensors of every awkward kind: changed everywhere, nowhere, only in its first, only in its last
+    element; NaNs; 0-d.
+    """
     old_N, new_N = simulate.delta(changed_fraction, ELEMENTS)
     random = np.random.default_rng(0)
     anything = random.integers(0, 1 << 16, 3000).astype(np.uint16)
     first, last = anything.copy(), anything.copy()
     first[0] ^= 0x8000
     last[-1] += 0x7FFF
-    old = {"w": old_N, "same": old_N[:100], "first": anything, "last": anything, "all": anything, "scalar": anything[:1]}
+    old = {
+        "w": old_N,
+        "same": old_N[:100],
+        "first": anything,
+        "last": anything,
+        "all": anything,
+        "scalar": anything[:1],
+    }
     new = {
         "w": new_N,
         "same": old_N[:100],
@@ -75,7 +84,9 @@ def test_the_simulation_changes_as_much_as_asked_and_has_the_published_bound() -
     assert found["exponent, changed before"].total_bits == pytest.approx(6.71, abs=0.1)
 
 
-@pytest.mark.parametrize(("master", "least", "most"), [("fp32", 4.5, 8), ("bf16 start", 4, 7), ("bf16", 1.5, 2)])
+@pytest.mark.parametrize(
+    ("master", "least", "most"), [("fp32", 4.5, 8), ("bf16 start", 4, 7), ("bf16", 1.5, 2)]
+)
 def test_a_compaction_of_eight_changes_as_much_as_its_master_does(
     master: simulate.Master, least: float, most: float
 ) -> None:
@@ -89,7 +100,9 @@ def test_history_counts_steps_since_the_last_change_and_keeps_its_direction() ->
     history_N = np.array([0, 0, 0, 5, -5, 127, -127], np.int8)
     old_N = np.full(7, 100, np.uint16)
     new_N = np.array([100, 101, 98, 100, 100, 100, 100], np.uint16)
-    np.testing.assert_array_equal(simulate.update_history(history_N, old_N, new_N), [0, 1, -1, 6, -6, 127, -127])
+    np.testing.assert_array_equal(
+        simulate.update_history(history_N, old_N, new_N), [0, 1, -1, 6, -6, 127, -127]
+    )
 
 
 def test_ours_is_measured_beside_the_peers_and_the_plot_is_drawn(tmp_path) -> None:  # type: ignore[no-untyped-def]

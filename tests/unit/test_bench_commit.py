@@ -49,14 +49,18 @@ def test_a_silence_is_the_longest_gap_that_overlaps_the_pause() -> None:
 
 def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "vllm" else found(name, *rest)
+    )
     with pytest.raises(ConfigError, match="vLLM is not installed"):
         main(["--size", "tiny"])
 
 
 @pytest.mark.slow
 @pytest.mark.vllm
-def test_everything_is_measured_in_a_real_vllm_and_bits_are_checked(capsys: pytest.CaptureFixture[str]) -> None:
+def test_everything_is_measured_in_a_real_vllm_and_bits_are_checked(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     main(["--size", "tiny", "--commits", "2", "--window", "2", "--pairs", "1", "--json"])
     result = json.loads(capsys.readouterr().out)["result"]
     assert result["model"]["changed"] == pytest.approx(result["model"]["element_count"] / 100, rel=0.1)

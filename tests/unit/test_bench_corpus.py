@@ -38,7 +38,10 @@ STATES = np.array(
 def _folder(tmp_path: Path, states: np.ndarray = STATES, dtype: torch.dtype = torch.bfloat16) -> Path:
     """A folder with the run `a`."""
     weights = [
-        {name: torch.from_numpy(part.copy()).view(torch.bfloat16).to(dtype) for name, part in _parts(state).items()}
+        {
+            name: torch.from_numpy(part.copy()).view(torch.bfloat16).to(dtype)
+            for name, part in _parts(state).items()
+        }
         for state in states
     ]
     (tmp_path / "base").mkdir()
@@ -72,7 +75,12 @@ def test_a_folder_is_measured(tmp_path: Path) -> None:
     assert [step["reward"] for step in run["steps"]] == [0.1, 0.2, 0.3]
     assert all(step["payload_bytes"]["context"] > 0 for step in run["steps"])
     assert [(span["first_step"], span["last_step"]) for span in run["spans"]] == [(1, 1), (2, 2), (3, 3)]
-    assert {each["name"] for each in run["spans"][0]["encodings"]} == {"raw", "packed", "context", "int32 + bf16"}
+    assert {each["name"] for each in run["spans"][0]["encodings"]} == {
+        "raw",
+        "packed",
+        "context",
+        "int32 + bf16",
+    }
     (figures,) = result["figures_only"]
     assert figures["steps"][0]["reward"] == 0.9 and figures["steps"][0]["payload_bytes"] == {"context": 100}
     text = "\n".join(report.lines(result))
@@ -85,7 +93,11 @@ def test_changes_are_those_counted_by_hand() -> None:
     assert first["by_kind"] == {"embed": 1, "q_proj": 2}
     assert first["by_ulps"] == [2, 0, 0, 0, 0, 1]  # the changed sign is the largest step there is
     assert (first["grew"], first["sign_changed"], first["changed_before"]) == (2, 1, 0)
-    assert (second["changed_in_the_step_before"], second["in_the_same_direction"], second["returned"]) == (2, 1, 1)
+    assert (second["changed_in_the_step_before"], second["in_the_same_direction"], second["returned"]) == (
+        2,
+        1,
+        1,
+    )
     assert third["by_ulps"] == [0, 1, 0, 0, 0, 1]
     assert (third["changed_before"], third["changed_in_the_step_before"], third["returned"]) == (1, 1, 0)
     total = trace.total()
@@ -111,7 +123,8 @@ def test_what_cannot_be_measured_is_refused(tmp_path: Path) -> None:
     other = tmp_path / "other"
     other.mkdir()
     save_file(
-        {name: torch.zeros(spec.shape, dtype=torch.bfloat16) for name, spec in SPECS.items()}, other / "model.safetensors"
+        {name: torch.zeros(spec.shape, dtype=torch.bfloat16) for name, spec in SPECS.items()},
+        other / "model.safetensors",
     )
     with pytest.raises(ConfigError):
         list(runs.find(folder)[0].states(other))

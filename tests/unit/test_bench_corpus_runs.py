@@ -39,7 +39,9 @@ def test_rewards() -> None:
     said = _said('["a", "b"]', '["a"]', "[a", "a", "7")
     assert tasks.format_reward(said, [2] * 5) == [1.0, 0.5, 0.1, 0.0, 0.0]
     # Of the secret "crane" the guess "crate" gets GGGXG; a word that gives it the same marks scores all.
-    assert tasks.wordle_reward(_said("Crane!", "no"), ["crate"] * 2, ["GGGXG"] * 2) == pytest.approx([1.0, 0.0])
+    assert tasks.wordle_reward(_said("Crane!", "no"), ["crate"] * 2, ["GGGXG"] * 2) == pytest.approx(
+        [1.0, 0.0]
+    )
 
 
 def test_a_base_is_made_once_and_not_mistaken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +55,11 @@ def test_a_base_is_made_once_and_not_mistaken(tmp_path: Path, monkeypatch: pytes
 
     monkeypatch.setattr(train, "_loaded", lambda model: (Network(), Tokenizer()))
     base = train.make_base(tmp_path, "small")
-    assert sorted(path.name for path in base.iterdir()) == ["made_from.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(path.name for path in base.iterdir()) == [
+        "made_from.json",
+        "model.safetensors",
+        "tokenizer.json",
+    ]
     monkeypatch.setattr(train, "_loaded", lambda model: pytest.fail("made twice"))
     assert train.make_base(tmp_path, "small") == base
     with pytest.raises(ConfigError):

@@ -17,7 +17,9 @@ MISSING = (
     *("obstore", "zstandard", "huggingface_hub", "hf_xet", "click", "rich"),
     *("transformers", "accelerate", "peft", "vllm", "trl", "pytest", "hypothesis"),
 )
-"""What is not there on a machine with nothing but torch, triton, numpy, safetensors and what the kit carries."""
+"""What is not there on a machine with nothing but torch, triton, numpy, safetensors and what the kit
+carries.
+"""
 
 _BARE = """
 import runpy, sys
@@ -38,15 +40,30 @@ def test_all_of_it_at_a_small_size(tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["result"]
     assert found["failures"] == {}
     assert "interpreter" in found["device"]
-    assert {bar["met"] for bar in found["bars"]} == {None}  # nobody is told that times of an interpreter meet a bar
+    # nobody is told that times of an interpreter meet a bar
+    assert {bar["met"] for bar in found["bars"]} == {None}
     launches = {row["what"]: row["launches"] for row in found["rows"]}
-    counts = {"stage, decoded on the host": 1, "stage, decoded on the device": 1, "commit": 1, "rollback": 1, "audit": 1}
+    counts = {
+        "stage, decoded on the host": 1,
+        "stage, decoded on the device": 1,
+        "commit": 1,
+        "rollback": 1,
+        "audit": 1,
+    }
     for operation, count in {"publish: detect": 2, **counts}.items():
         assert [launches[f"{tensors} tensors: {operation}"] for tensors in (15, 38)] == [count, count]
-    for what in ("copy on the device", "swap", "captured graph", "staging beside a busy stream", "anchor: commit"):
+    for what in (
+        "copy on the device",
+        "swap",
+        "captured graph",
+        "staging beside a busy stream",
+        "anchor: commit",
+    ):
         assert what in launches

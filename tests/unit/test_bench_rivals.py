@@ -1,4 +1,6 @@
-"""benchmarks.rivals on two small layers. Systems whose packages are not installed are skipped: make rivals installs them."""
+"""benchmarks.rivals on two small layers. Systems whose packages are not installed are skipped: make rivals
+installs them.
+"""
 
 from __future__ import annotations
 

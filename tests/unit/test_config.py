@@ -37,7 +37,9 @@ def test_empty_variable_means_not_set() -> None:
 
 
 def test_values_are_parsed_to_the_fields_type() -> None:
-    settings = ReplicaSettings.from_env({"DELTASYNC_POLL_INTERVAL_S": "0.5", "DELTASYNC_CHANNEL": "memory://x"})
+    settings = ReplicaSettings.from_env(
+        {"DELTASYNC_POLL_INTERVAL_S": "0.5", "DELTASYNC_CHANNEL": "memory://x"}
+    )
     assert settings.poll_interval_s == 0.5
     assert settings.channel == "memory://x"
 
@@ -61,14 +63,20 @@ def test_unknown_setting_is_refused() -> None:
         ("deltasync_trusted_keys", "DELTASYNC_TRUSTED_KEYS"),
     ],
 )
-@pytest.mark.parametrize("kind", [ReaderSettings, PublisherSettings, ReplicaSettings, Retention, TrainerSettings])
+@pytest.mark.parametrize(
+    "kind", [ReaderSettings, PublisherSettings, ReplicaSettings, Retention, TrainerSettings]
+)
 def test_a_misspelt_variable_is_refused_with_the_nearest_name(kind: Any, variable: str, nearest: str) -> None:
-    with pytest.raises(ConfigError, match=f"{variable} is not a setting of deltasync; the nearest is {nearest}\\."):
+    with pytest.raises(
+        ConfigError, match=f"{variable} is not a setting of deltasync; the nearest is {nearest}\\."
+    ):
         kind.from_env({variable: "1", "PATH": "/bin"})
     kind.from_env({variable: ""})  # as good as unset
 
 
-def test_a_misspelt_variable_does_not_switch_signatures_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_misspelt_variable_does_not_switch_signatures_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Publisher(f"file://{tmp_path}/run") as publisher:
         publisher.publish([("w", torch.zeros(2))]).wait(60)
     monkeypatch.setenv("DELTASYNC_TRUSTED_KEY", str(tmp_path / "keys"))
@@ -77,7 +85,14 @@ def test_a_misspelt_variable_does_not_switch_signatures_off(tmp_path: Path, monk
 
 
 def test_variables_of_others_are_left_alone() -> None:
-    names = ["SERVICE_HOST", "SERVICE_PORT", "SERVICE_PORT_HTTP", "PORT", "PORT_8000_TCP", "PORT_8000_TCP_ADDR"]
+    names = [
+        "SERVICE_HOST",
+        "SERVICE_PORT",
+        "SERVICE_PORT_HTTP",
+        "PORT",
+        "PORT_8000_TCP",
+        "PORT_8000_TCP_ADDR",
+    ]
     environ = {f"DELTASYNC_{middle}{name}": "10.0.0.1" for name in names for middle in ("", "ROUTER_")}
     PublisherSettings.from_env(environ | {"DELTASYNC_ENVIRONMENT_TOKEN": "x", "DELTASYNCHRONY": "x"})
 
@@ -102,7 +117,12 @@ def test_variables_of_others_are_left_alone() -> None:
         (ReplicaSettings, "DELTASYNC_REPLICA_ID", "a/b", "DELTASYNC_REPLICA_ID must be 1 to 100 letters"),
         (ReplicaSettings, "DELTASYNC_REPLICA_ID", "...", "DELTASYNC_REPLICA_ID must be 1 to 100 letters"),
         (ReplicaSettings, "DELTASYNC_REPLICA_ID", "a" * 101, "DELTASYNC_REPLICA_ID must be 1 to 100 letters"),
-        (ReplicaSettings, "DELTASYNC_CACHE_DIR", "tmp", "DELTASYNC_CACHE_DIR must be an absolute path, not 'tmp'"),
+        (
+            ReplicaSettings,
+            "DELTASYNC_CACHE_DIR",
+            "tmp",
+            "DELTASYNC_CACHE_DIR must be an absolute path, not 'tmp'",
+        ),
         (
             ReplicaSettings,
             "DELTASYNC_HTTP_TOKEN",
@@ -111,7 +131,9 @@ def test_variables_of_others_are_left_alone() -> None:
         ),
     ],
 )
-def test_a_value_is_refused_by_the_name_under_which_it_was_given(kind: Any, variable: str, value: str, message: str) -> None:
+def test_a_value_is_refused_by_the_name_under_which_it_was_given(
+    kind: Any, variable: str, value: str, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         kind.from_env({variable: value})
 
@@ -127,7 +149,8 @@ def test_a_servers_replica_id_is_that_of_its_place(monkeypatch: pytest.MonkeyPat
     assert first == again == "node-7-example-8000"
     assert ReplicaSettings.from_env({}).at_port(8000, 3).replica_id == "node-7-example-8000-3"
     assert ReplicaSettings.from_env({"DELTASYNC_REPLICA_ID": "mine"}).at_port(8000).replica_id == "mine"
-    monkeypatch.setattr("socket.gethostname", lambda: "p" * 60 + "-" + "xyz")  # the end of a pod's name is what differs
+    # the end of a pod's name is what differs
+    monkeypatch.setattr("socket.gethostname", lambda: "p" * 60 + "-" + "xyz")
     assert ReplicaSettings.from_env({}).at_port(8000).replica_id.endswith("-xyz-8000")
 
 
@@ -156,7 +179,9 @@ def test_callers_may_name_channels_that_are_allowed(
     assert ReplicaSettings.from_env(environ).with_called_channel(asked).channel == followed
 
 
-@pytest.mark.parametrize("environ", [{}, {"DELTASYNC_CHANNEL": CONFIGURED}, {"DELTASYNC_CHANNEL": "s3://weights/run"}])
+@pytest.mark.parametrize(
+    "environ", [{}, {"DELTASYNC_CHANNEL": CONFIGURED}, {"DELTASYNC_CHANNEL": "s3://weights/run"}]
+)
 @pytest.mark.parametrize("allowed", [None, ALLOWED])
 @pytest.mark.parametrize(
     "asked",
@@ -183,7 +208,9 @@ def test_callers_may_name_no_other_channel(environ: dict[str, str], allowed: str
         ReplicaSettings.from_env(given).with_called_channel(asked)
 
 
-@pytest.mark.parametrize("allowed", ["bucket/runs", "s3://bucket/runs?endpoint=x", "s3://bucket/runs/..", "s3://a, b"])
+@pytest.mark.parametrize(
+    "allowed", ["bucket/runs", "s3://bucket/runs?endpoint=x", "s3://bucket/runs/..", "s3://a, b"]
+)
 def test_bad_lists_of_allowed_channels_are_refused(allowed: str) -> None:
     with pytest.raises(ConfigError, match="DELTASYNC_ALLOWED_CHANNELS must be prefixes"):
         ReplicaSettings.from_env({"DELTASYNC_ALLOWED_CHANNELS": allowed})

@@ -44,7 +44,11 @@ LAYERS = ["model.embed_tokens", "model.layers.0", "model.layers.1", "lm_head"]
 
 def ranges(store: FaultyStore) -> int:
     """Bytes of headers that were read. No payload or weights were read as a whole."""
-    assert not any(key.startswith(("parts/", "anchors/")) for operation, key, _ in store.bytes_read if operation == "read")
+    assert not any(
+        key.startswith(("parts/", "anchors/"))
+        for operation, key, _ in store.bytes_read
+        if operation == "read"
+    )
     return sum(size for operation, _, size in store.bytes_read if operation == "read_range")
 
 
@@ -119,7 +123,10 @@ def test_versions_and_compactions_are_those_of_the_documents(
     found = Observer(store).refresh()
     documents = records(store)
     assert (found.newest_version, found.forgotten, found.unread, found.run_id) == (9, 0, 0, publisher.run_id)
-    assert (found.head_sha256, [row.version for row in found.versions]) == (documents[9].sha256, list(documents))
+    assert (found.head_sha256, [row.version for row in found.versions]) == (
+        documents[9].sha256,
+        list(documents),
+    )
     assert [row.version for row in found.versions if row.anchor_bytes is not None] == [1, 7]
     for row in found.versions:
         stored = documents[row.version]
@@ -129,7 +136,9 @@ def test_versions_and_compactions_are_those_of_the_documents(
         assert row.changed == (None if delta is None else delta.changed)
         assert row.step == 10 * row.version
     assert [(compaction.base_version, compaction.version) for compaction in found.compactions] == [(1, 5)]
-    assert found.full_bytes == 2 * found.element_count == 2 * sum(tensor.numel() for tensor in weights.values())
+    assert (
+        found.full_bytes == 2 * found.element_count == 2 * sum(tensor.numel() for tensor in weights.values())
+    )
 
 
 @pytest.mark.parametrize("parts", [0, 2], ids=["in the record", "in parts"])
@@ -148,7 +157,9 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
         if stored.record.delta is not None:
             counts = dict.fromkeys(LAYERS, 0)
             for _, data in payloads.fetch(ChannelReader(store.inner), stored):
-                delta, _ = codec.get("packed").decode(codec.open_payload(data), ChannelReader(store.inner).layout)
+                delta, _ = codec.get("packed").decode(
+                    codec.open_payload(data), ChannelReader(store.inner).layout
+                )
                 for name, changed in delta.counts().items():
                     counts[layer_of(name)] += changed
             expected[version] = list(counts.values())
@@ -162,7 +173,9 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
     found = observer.snapshot()
     assert found.layers == LAYERS
     assert set(found.heat) == {3, 4, 5, 6}
-    elements = [sum(weights[name].numel() for name in weights if name.startswith(f"{one}.")) for one in LAYERS]
+    elements = [
+        sum(weights[name].numel() for name in weights if name.startswith(f"{one}.")) for one in LAYERS
+    ]
     for version, fractions in found.heat.items():
         assert fractions == pytest.approx(
             [n / total for n, total in zip(expected[version], elements, strict=True)], rel=1e-3
@@ -176,7 +189,9 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
     assert ranges(store) == read
 
 
-def test_a_look_reads_what_is_new_only(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
+def test_a_look_reads_what_is_new_only(
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
+) -> None:
     publish(publisher, weights, 4)
     settle(publisher, store)
     observer = Observer(store, last=3)
@@ -199,7 +214,10 @@ def settle(publisher: Publisher, store: FaultyStore) -> None:
 
 
 def test_what_is_forgotten_meanwhile(
-    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher,
+    store: FaultyStore,
+    weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("deltasync.ops.dashboard.observe._LIST_EVERY_S", 0.0)
     publish(publisher, weights, 9)
@@ -213,7 +231,9 @@ def test_what_is_forgotten_meanwhile(
     assert {"event": "forgotten", "count": 6, "left": 3} in list(watch.changes(before, found))
 
 
-def test_replicas_by_their_heartbeats(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
+def test_replicas_by_their_heartbeats(
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
+) -> None:
     publish(publisher, weights, 5)
     run = publisher.run_id
     beat(store, run, "ahead", 5)
@@ -291,7 +311,10 @@ def test_to_catch_up_and_to_go_back_are_no_lag(
 
 
 def test_damage_is_told_and_the_rest_shown(
-    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
+    publisher: Publisher,
+    store: FaultyStore,
+    weights: dict[str, torch.Tensor],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     publish(publisher, weights, 4)
     slots = {slot.version: slot.key for slot, _ in ChannelReader(store.inner).slots()}
@@ -304,8 +327,12 @@ def test_damage_is_told_and_the_rest_shown(
     observer.read_headers(9)
     found = observer.snapshot()
     assert found.heat == {}
-    assert [slots[number] in problem for number, problem in zip((2, 3, 4), found.problems, strict=True)] == [True] * 3
-    assert [change["problem"] for change in watch.changes(None, found) if change["event"] == "problem"] == found.problems
+    assert [slots[number] in problem for number, problem in zip((2, 3, 4), found.problems, strict=True)] == [
+        True
+    ] * 3
+    assert [
+        change["problem"] for change in watch.changes(None, found) if change["event"] == "problem"
+    ] == found.problems
     store.heal()
     monkeypatch.setattr("deltasync.ops.dashboard.observe._LIST_EVERY_S", 0.0)
     healed = observer.refresh()
@@ -334,10 +361,14 @@ def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
     assert any("not the channel's version" in sentence for sentence in sentences)
     channel.announce(channel.tip)
     (told,) = watch.changes(found, observer.refresh())
-    assert told["event"] == "anchor" and f"anchor of version 4 ({channel.tip.sha256[:12]})" in watch.sentence(told)
+    assert told["event"] == "anchor" and f"anchor of version 4 ({channel.tip.sha256[:12]})" in watch.sentence(
+        told
+    )
 
 
-def test_nothing_is_published_and_the_store_is_away(memory_url: str, weights: dict[str, torch.Tensor]) -> None:
+def test_nothing_is_published_and_the_store_is_away(
+    memory_url: str, weights: dict[str, torch.Tensor]
+) -> None:
     store = FaultyStore(open_store(memory_url))
     observer = Observer(store)
     assert observer.refresh().newest_version is None
@@ -372,7 +403,9 @@ def test_a_version_takes_three_requests(memory_url: str, weights: dict[str, torc
         assert len(store.calls) == 3  # the record; head is read and replaced behind it
 
 
-def test_watch_prints_a_line_per_change(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
+def test_watch_prints_a_line_per_change(
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
+) -> None:
     url = store.url
     waiting = CliRunner().invoke(watch.watch, [url, "--once", "--json"])
     assert isinstance(waiting.exception, NotPublishedError)
@@ -386,7 +419,9 @@ def test_watch_prints_a_line_per_change(publisher: Publisher, store: FaultyStore
         ("compaction", 5),
         ("replica", 4),
     ]
-    assert lines[1]["changed_fraction"] == lines[1]["changed"] / sum(tensor.numel() for tensor in weights.values())
+    assert lines[1]["changed_fraction"] == lines[1]["changed"] / sum(
+        tensor.numel() for tensor in weights.values()
+    )
     shown = CliRunner().invoke(watch.watch, [url, "--once", "--last", "2"])
     digests = {number: stored.sha256[:12] for number, stored in records(store).items()}
     assert [line.split("  ", 1)[1].partition(":")[0] for line in shown.stdout.splitlines()] == [
@@ -397,7 +432,9 @@ def test_watch_prints_a_line_per_change(publisher: Publisher, store: FaultyStore
     ]
 
 
-def test_watch_tells_only_what_is_new(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
+def test_watch_tells_only_what_is_new(
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
+) -> None:
     publish(publisher, weights, 2)
     observer = Observer(store)
     first = observer.refresh()
@@ -435,7 +472,9 @@ def test_the_terminal_shows_versions_and_replicas(
     assert watch.sparkline([0, 0]) == "▁▁"
 
 
-def test_no_name_ends_the_script(publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]) -> None:
+def test_no_name_ends_the_script(
+    publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
+) -> None:
     publish(publisher, weights, 1)
     beat(store, publisher.run_id, "a", 1, error="</script><script>alert(1)</script>")
     document = page(Observer(store).refresh()).decode()
@@ -475,7 +514,8 @@ def test_the_server_answers_this_machine_only(
             store.fail_at("read", keys.HEAD, times=FOREVER)
             wait_until(lambda: data()["error"])
             store.heal()
-            store.fail_at("read", keys.HEAD, times=FOREVER, error=ValueError)  # a bug of ours: it goes on looking
+            # a bug of ours: it goes on looking
+            store.fail_at("read", keys.HEAD, times=FOREVER, error=ValueError)
             wait_until(lambda: str(data()["error"]).startswith("Unexpected ValueError: "))
             store.heal()
             wait_until(lambda: data()["error"] is None)

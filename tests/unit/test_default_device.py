@@ -16,7 +16,19 @@ from tests.conftest import assert_same_bits
 ROOT = Path(deltasync.__file__).parents[1]
 PACKAGES = ("deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_callback")
 FACTORIES = {
-    *("arange", "as_tensor", "asarray", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "ones", "rand"),
+    *(
+        "arange",
+        "as_tensor",
+        "asarray",
+        "empty",
+        "empty_strided",
+        "eye",
+        "full",
+        "linspace",
+        "logspace",
+        "ones",
+        "rand",
+    ),
     *("randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros"),
 }
 
@@ -25,7 +37,9 @@ def test_whatever_makes_a_tensor_says_where() -> None:
     without = []
     for path in (path for package in PACKAGES for path in (ROOT / package).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"torch.{name}" for name in FACTORIES}:
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in {
+                f"torch.{name}" for name in FACTORIES
+            }:
                 given = {keyword.arg for keyword in node.keywords}
                 without += [] if given & {"device", None} else [f"{path.relative_to(ROOT)}:{node.lineno}"]
     assert not without, "these follow the default device"
@@ -62,7 +76,8 @@ def test_publishing_and_following_use_no_default_device(codec: str, memory_url: 
                 assert_same_bits(followed.state_dict(), given.state_dict())
         wider = {name: tensor.float() + 1 for name, tensor in given.state_dict().items()}
         publisher.publish(
-            (name, tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor) for name, tensor in wider.items()
+            (name, tensor.mT.contiguous().mT if tensor.ndim == 2 else tensor)
+            for name, tensor in wider.items()
         ).wait(60)
     late = Replica(memory_url)
     late.sync()

@@ -37,7 +37,9 @@ class Sync:
 
 
 def sha256(*values: float) -> str:
-    return hashlib.sha256(torch.tensor(values, dtype=torch.bfloat16).view(torch.int16).numpy().tobytes()).hexdigest()
+    return hashlib.sha256(
+        torch.tensor(values, dtype=torch.bfloat16).view(torch.int16).numpy().tobytes()
+    ).hexdigest()
 
 
 def test_each_version_is_held_to_the_weights_that_the_trainer_had(tmp_path: Path) -> None:

@@ -39,7 +39,9 @@ def _bytes(shadow: Shadow) -> dict[str, bytes]:
 
 
 def _published(weights: Weights) -> dict[str, bytes]:
-    kept = {name: tensor if name == "count" else tensor.to(torch.bfloat16) for name, tensor in weights.items()}
+    kept = {
+        name: tensor if name == "count" else tensor.to(torch.bfloat16) for name, tensor in weights.items()
+    }
     return {name: bits_of(tensor.contiguous()).tobytes() for name, tensor in kept.items()}
 
 
@@ -123,7 +125,9 @@ def _offloaded(weights: Weights) -> None:
 
 
 @pytest.mark.parametrize("change", [_shorter, _reshaped, _gone, _renamed, _more, _sharded, _offloaded])
-def test_what_is_not_the_known_model_is_refused_and_nothing_is_taken(change: Callable[[Weights], None]) -> None:
+def test_what_is_not_the_known_model_is_refused_and_nothing_is_taken(
+    change: Callable[[Weights], None],
+) -> None:
     weights = _weights()
     known = _known(weights)
     before = _bytes(known.shadow)

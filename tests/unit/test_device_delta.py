@@ -1,4 +1,6 @@
-"""Deltas in a device's memory, which the host plays: positions by their lower 32 bits, found again past 2**32."""
+"""Deltas in a device's memory, which the host plays: positions by their lower 32 bits, found again past
+2**32.
+"""
 
 from __future__ import annotations
 

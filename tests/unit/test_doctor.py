@@ -61,7 +61,9 @@ def test_what_is_not_allowed_is_named_and_what_needs_it_is_not_tried(
     findings = examined(store)
     assert findings[check].state == state
     assert findings[check].advice
-    assert [name for name in findings if name in STORE_CHECKS] == STORE_CHECKS[: STORE_CHECKS.index(check) + 1]
+    assert [name for name in findings if name in STORE_CHECKS] == STORE_CHECKS[
+        : STORE_CHECKS.index(check) + 1
+    ]
     assert len(list(store.inner.list(""))) == left
 
 
@@ -76,7 +78,9 @@ def test_a_store_that_gives_other_bytes_fails(store: FaultyStore) -> None:
 
 
 @pytest.mark.parametrize(("off_s", "side"), [(60, "ahead of"), (-60, "behind")])
-def test_a_clock_that_is_off_is_told(store: FaultyStore, monkeypatch: pytest.MonkeyPatch, off_s: float, side: str) -> None:
+def test_a_clock_that_is_off_is_told(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, off_s: float, side: str
+) -> None:
     now = time.time
     monkeypatch.setattr("deltasync.ops.doctor.time.time", lambda: now() + off_s)
     clock = examined(store)["clock"]
@@ -88,7 +92,9 @@ def test_a_store_that_does_not_decide_gets_a_lease() -> None:
     store = FaultyStore(open_store("memory://doctor-undecided"))
     inner = store.inner
     store.inner = type(
-        "Undecided", (), {"__getattr__": lambda _, name: getattr(inner, name), "create": lambda _, *a: inner.put(*a)}
+        "Undecided",
+        (),
+        {"__getattr__": lambda _, name: getattr(inner, name), "create": lambda _, *a: inner.put(*a)},
     )()
     create = examined(store)["create"]
     assert create.state == "warning"
@@ -99,10 +105,18 @@ def test_the_channel_and_its_replicas_are_looked_at(store: FaultyStore) -> None:
     with Publisher(store) as publisher:
         publisher.publish({"w": torch.zeros(8)}.items()).wait(timeout_s=60)
         run_id = publisher.run_id
-    for name, state, error in (("good", "serving", None), ("bad", "failed", "it broke"), ("gone", "stopped", None)):
-        heartbeat.write(store, Heartbeat(replica_id=name, run_id=run_id, version=None, state=state, error=error))
+    for name, state, error in (
+        ("good", "serving", None),
+        ("bad", "failed", "it broke"),
+        ("gone", "stopped", None),
+    ):
+        heartbeat.write(
+            store, Heartbeat(replica_id=name, run_id=run_id, version=None, state=state, error=error)
+        )
     findings = [
-        finding for finding in doctor.examine(ChannelReader(store), parameters=8e9) if finding.check not in STORE_CHECKS
+        finding
+        for finding in doctor.examine(ChannelReader(store), parameters=8e9)
+        if finding.check not in STORE_CHECKS
     ]
     assert findings[0].found.startswith("The newest version is 1 (")
     assert findings[1].found == "2 of 3 known replicas have a fresh heartbeat."
@@ -115,9 +129,13 @@ def test_a_damaged_channel_is_a_failure(store: FaultyStore) -> None:
     assert examined(store)["channel"].state == "failure"
 
 
-def test_versions_are_held_to_what_deltasync_requires(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_are_held_to_what_deltasync_requires(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     version = metadata.version
-    monkeypatch.setattr(doctor.metadata, "version", lambda name: "0.99.0" if name.startswith("vllm") else version(name))
+    monkeypatch.setattr(
+        doctor.metadata, "version", lambda name: "0.99.0" if name.startswith("vllm") else version(name)
+    )
     vllm = examined(store)["vllm"]
     assert vllm.state == "failure"
     assert vllm.found.startswith("0.99.0 is installed; deltasync needs ")

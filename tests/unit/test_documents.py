@@ -14,7 +14,17 @@ import torch
 
 from deltasync import codec
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Anchor, Channel, Delta, EpochDocument, File, Head, Record, Reference, VersionId
+from deltasync.channel.documents import (
+    Anchor,
+    Channel,
+    Delta,
+    EpochDocument,
+    File,
+    Head,
+    Record,
+    Reference,
+    VersionId,
+)
 from deltasync.codec.base import Encoded, open_payload
 from deltasync.errors import CorruptDataError, FormatError, UnsupportedFormatError
 from deltasync.tensors import Delta as Changes
@@ -31,7 +41,9 @@ ANCHOR = Anchor(
     files=[File(key=f"{FOLDER}/model.safetensors", bytes=10, sha256="a" * 64)],
     model_files=[File(key=f"{FOLDER}/config.json", bytes=2, sha256="a" * 64)],
 )
-REFERENCE = Anchor(reference=Reference(repo="a/b", revision="0" * 40, fingerprints={"w": "0" * 16}, tied={"scale": "w"}))
+REFERENCE = Anchor(
+    reference=Reference(repo="a/b", revision="0" * 40, fingerprints={"w": "0" * 16}, tied={"scale": "w"})
+)
 
 
 def _record(**fields: Any) -> Record:
@@ -68,16 +80,22 @@ CHANNEL = Channel(
     tensors=TABLE,
     tensors_sha256=documents.table_sha256(TABLE),
 )
-OPENING = EpochDocument(run_id="run", epoch=NEXT, continues=BASE, writer="host", created_at="2026-01-01T00:00:00+00:00")
+OPENING = EpochDocument(
+    run_id="run", epoch=NEXT, continues=BASE, writer="host", created_at="2026-01-01T00:00:00+00:00"
+)
 RECORDS = {
     "delta": _record(step=-7, coalesced=3, token_lag=(0.5, 1.0, 3.0)),
     "first": _record(kind="anchor", version=1, base=None, delta=None, anchor=ANCHOR),
-    "reference": _record(kind="anchor", version=1, base=None, delta=None, anchor=REFERENCE, requires=["reference"]),
+    "reference": _record(
+        kind="anchor", version=1, base=None, delta=None, anchor=REFERENCE, requires=["reference"]
+    ),
     "anchor": _record(kind="anchor", delta=None, anchor=ANCHOR, requires=["reference"]),
     "seal": _record(kind="seal", delta=None, fingerprint=None, next_epoch=NEXT),
     "empty seal": _record(kind="seal", version=1, base=None, delta=None, fingerprint=None, next_epoch=NEXT),
     "compaction": _record(kind="compaction", version=9, sha256="c" * 64),
-    "announced": _record(kind="announcement", version=9, base=None, sha256="c" * 64, delta=None, anchor=ANCHOR),
+    "announced": _record(
+        kind="announcement", version=9, base=None, sha256="c" * 64, delta=None, anchor=ANCHOR
+    ),
 }
 DOCUMENTS = [*RECORDS.values(), HEAD, CHANNEL, OPENING, dataclasses.replace(OPENING, continues=None)]
 
@@ -99,7 +117,9 @@ def test_round_trip(document: Any) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_fields_that_are_null_may_be_absent(document: Any) -> None:
-    present = {name: value for name, value in json.loads(documents.encode(document)).items() if value is not None}
+    present = {
+        name: value for name, value in json.loads(documents.encode(document)).items() if value is not None
+    }
     if isinstance(document, EpochDocument) and document.continues is None:
         present["continues"] = None
     assert _decode(document, json.dumps(present).encode()) == document
@@ -165,8 +185,17 @@ def test_a_line_break_behind_a_name_or_a_digest_is_corrupt(name: str) -> None:
 def test_a_record_is_good_at_its_own_place_only(name: str) -> None:
     document = RECORDS[name]
     version = document.version
-    other = [keys.slot(version, NEXT), keys.slot(version + 1, EPOCH), keys.announcement(version + 1, EPOCH), keys.HEAD, "x"]
-    for key in [*other, keys.compaction(1, version, EPOCH) if document.kind != "compaction" else keys.slot(version, EPOCH)]:
+    other = [
+        keys.slot(version, NEXT),
+        keys.slot(version + 1, EPOCH),
+        keys.announcement(version + 1, EPOCH),
+        keys.HEAD,
+        "x",
+    ]
+    for key in [
+        *other,
+        keys.compaction(1, version, EPOCH) if document.kind != "compaction" else keys.slot(version, EPOCH),
+    ]:
         with pytest.raises(CorruptDataError):
             _decode(document, documents.encode(document), key)
 
@@ -263,7 +292,9 @@ def test_a_record_that_contradicts_its_schema_or_itself_is_corrupt(fields: dict[
 def test_what_lies_beside_weights_is_bounded() -> None:
     file = File(key=f"{FOLDER}/tokenizer.json", bytes=1, sha256="a" * 64)
     for model_files in ([file] * 1025, [dataclasses.replace(file, bytes=(256 << 20) + 1)]):
-        large = dataclasses.replace(RECORDS["anchor"], anchor=dataclasses.replace(ANCHOR, model_files=model_files))
+        large = dataclasses.replace(
+            RECORDS["anchor"], anchor=dataclasses.replace(ANCHOR, model_files=model_files)
+        )
         with pytest.raises(CorruptDataError):
             _decode(large, documents.encode(large))
 
@@ -288,11 +319,16 @@ def test_a_damaged_channel_is_corrupt(fields: dict[str, Any]) -> None:
 
 
 def test_a_channel_gives_specs_whatever_the_order_of_names() -> None:
-    assert CHANNEL.specs == {"w": TensorSpec("w", "bfloat16", (2, 3)), "scale": TensorSpec("scale", "float32", ())}
+    assert CHANNEL.specs == {
+        "w": TensorSpec("w", "bfloat16", (2, 3)),
+        "scale": TensorSpec("scale", "float32", ()),
+    }
     assert documents.table_sha256(dict(reversed(TABLE.items()))) == documents.table_sha256(TABLE)
 
 
-@pytest.mark.parametrize("fields", [{"version": 0}, {"version": None}, {"sha256": "b" * 63}, {"run_id": 7}, {"epoch": ""}])
+@pytest.mark.parametrize(
+    "fields", [{"version": 0}, {"version": None}, {"sha256": "b" * 63}, {"run_id": 7}, {"epoch": ""}]
+)
 def test_a_damaged_head_is_corrupt(fields: dict[str, Any]) -> None:
     with pytest.raises(CorruptDataError):
         _decode(HEAD, _altered(HEAD, **fields))
@@ -309,7 +345,9 @@ def test_a_damaged_opening_is_corrupt(fields: dict[str, Any]) -> None:
 
 def _payload() -> Encoded:
     bits = torch.arange(6, dtype=torch.int16).numpy().view("u2")
-    changes = Changes(Layout({"w": TensorSpec("w", "bfloat16", (2, 3))}), {2: Sparse(bits[:2].astype("i4"), bits[:2])})
+    changes = Changes(
+        Layout({"w": TensorSpec("w", "bfloat16", (2, 3))}), {2: Sparse(bits[:2].astype("i4"), bits[:2])}
+    )
     return codec.get("raw").encode(changes, lambda _: (bits, 0), {"w": 0}, 2, 1)
 
 
@@ -343,7 +381,8 @@ def test_of_a_record_every_bit_counts() -> None:
             found = record.decode(bytes(altered), key, None)
         except FormatError:
             continue
-        assert at >= stored.record.body_bytes and found.sha256 != stored.sha256  # the document, which has no other digest
+        # the document, which has no other digest
+        assert at >= stored.record.body_bytes and found.sha256 != stored.sha256
     for size in range(len(stored.data)):
         with pytest.raises(CorruptDataError):
             record.decode(stored.data[:size], key, None)

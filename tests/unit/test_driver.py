@@ -96,7 +96,9 @@ def test_reach_makes_the_driver_look_at_once(
     async def body() -> None:
         trainer.publish()
         driver = Driver(
-            engine, ReplicaSettings(channel=memory_url, poll_interval_s=1000, replica_id="unit"), Metrics(registry)
+            engine,
+            ReplicaSettings(channel=memory_url, poll_interval_s=1000, replica_id="unit"),
+            Metrics(registry),
         )
         driver.start()
         async with asyncio.timeout(PATIENCE_S):
@@ -127,7 +129,11 @@ def test_the_version_changes_only_while_generation_is_paused(
 
 
 def test_generation_stays_paused_until_vllm_was_told_the_version(
-    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    trainer: Trainer,
+    memory_url: str,
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its prefix cache would mix versions."""
 
@@ -181,7 +187,9 @@ def test_metrics_count_what_was_committed(
     assert value(registry, "deltasync_rollbacks_total") == 0
 
 
-def test_to_catch_up_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry) -> None:
+def test_to_catch_up_is_no_lag(
+    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry
+) -> None:
     async def body() -> list[Commit]:
         trainer.publish()
         trainer.publish()
@@ -208,7 +216,11 @@ def test_to_catch_up_is_no_lag(engine: Engine, trainer: Trainer, memory_url: str
 
 
 def test_workers_are_left_alone_as_long_as_nothing_happened(
-    engine: Engine, trainer: Trainer, memory_url: str, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    trainer: Trainer,
+    memory_url: str,
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def body() -> None:
         calls: list[tuple[object, ...]] = []
@@ -299,7 +311,9 @@ print(generate_latest(registry).decode())
 """
     env = {"PROMETHEUS_MULTIPROC_DIR": str(tmp_path)}
     for code in (write, read):
-        done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=False
+        )
         assert done.returncode == 0, done.stderr
     assert "deltasync_served_version 5.0" in done.stdout
     assert "deltasync_newest_version 7.0" in done.stdout
@@ -312,7 +326,17 @@ def test_only_the_token_itself_is_taken() -> None:
 
     for good in ("Bearer s3cret", "bearer s3cret", basic("anyone:s3cret"), basic(":s3cret")):
         assert token_matches(good, "s3cret"), good
-    bad = [None, "", "s3cret", "Bearer", "Bearer ", "Bearer s3cre", "Bearer s3crets", "Bearer S3CRET", "Digest s3cret"]
+    bad = [
+        None,
+        "",
+        "s3cret",
+        "Bearer",
+        "Bearer ",
+        "Bearer s3cre",
+        "Bearer s3crets",
+        "Bearer S3CRET",
+        "Digest s3cret",
+    ]
     bad += ["Basic s3cret", "Basic !!!", basic("s3cret"), basic("s3cret:"), "Bearer \xe9", "Bearer \udcff"]
     for header in bad:
         assert not token_matches(header, "s3cret"), header
@@ -367,7 +391,10 @@ def test_a_pin_that_is_refused_or_overtaken_is_answered_409(
 
         monkeypatch.setattr(Follow, "set_pin", overtaken)
         late = client.post("/deltasync/pin", json={"pin": "1", "timeout_s": 30})
-        assert late.status_code == 409 and late.json()["error"] == "The pin of this replica was changed meanwhile to: 2."
+        assert (
+            late.status_code == 409
+            and late.json()["error"] == "The pin of this replica was changed meanwhile to: 2."
+        )
 
 
 def test_a_trainer_that_counts_by_itself_waits_for_its_step(
@@ -380,7 +407,9 @@ def test_a_trainer_that_counts_by_itself_waits_for_its_step(
             assert client.post(route).json()["version"] == 1
         request = {"kind": "weight_update_request", "version": 2048, "parameters_info": [], "timestamp": 0.5}
         early = client.post("/receive_weight_update", json=request | {"timeout_s": 0.2})
-        assert early.status_code == 504 and early.json()["error"].startswith("Step 2048 is not served after 0.2 s: this ")
+        assert early.status_code == 504 and early.json()["error"].startswith(
+            "Step 2048 is not served after 0.2 s: this "
+        )
         trainer.publish(step=1024)
         assert client.post("/receive_weight_update", json=request | {"timeout_s": 0.2}).status_code == 504
         trainer.publish(step=4096)
@@ -393,7 +422,11 @@ def test_with_a_token_only_the_state_and_the_versions_are_open(
     good, bad = {"Authorization": "Bearer s3cret"}, {"Authorization": "Bearer secret"}
     with serving(engine, monkeypatch, CHANNEL=memory_url, HTTP_TOKEN="s3cret") as client:
         trainer.publish()
-        guarded = [("POST", "/deltasync/sync"), ("POST", "/receive_weight_update"), ("POST", "/request_weight_update")]
+        guarded = [
+            ("POST", "/deltasync/sync"),
+            ("POST", "/receive_weight_update"),
+            ("POST", "/request_weight_update"),
+        ]
         guarded += [("POST", "/init_process_group")]
         guarded += [("GET", "/deltasync/"), ("GET", "/deltasync"), ("GET", "/deltasync/digest")]
         for method, path in guarded:
@@ -409,7 +442,9 @@ def test_with_a_token_only_the_state_and_the_versions_are_open(
         told |= {"state": "serving", "version": 1, "newest_version": 1, "logprobs_mode": "raw_logprobs"}
         assert short.json() == told and whole.json()["replica_id"]
         seen = heartbeat.heartbeat_of("http://router", short.content, whole.json()["run_id"])
-        assert seen.serving == trainer.channel.tip, "a trainer without the token can wait for its version behind a router"
+        assert seen.serving == trainer.channel.tip, (
+            "a trainer without the token can wait for its version behind a router"
+        )
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what vLLM imports to look for the cause
@@ -459,7 +494,11 @@ def test_who_asks_gets_a_version_as_soon_as_it_is_repaired(
 
 
 def test_an_audit_finds_a_flipped_bit_and_the_next_look_loads_full_weights(
-    engine: Engine, memory_url: str, trainer: Trainer, registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+    engine: Engine,
+    memory_url: str,
+    trainer: Trainer,
+    registry: CollectorRegistry,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("deltasync.following.loop.AUDIT_S", 0.0)
 
@@ -493,22 +532,33 @@ def configured(name: str, **fields: object) -> Callable[[Engine], None]:
         (lambda e: setattr(e.vllm_config.parallel_config, "enable_eplb", True), "--enable-eplb"),
         (lambda e: setattr(e.vllm_config.load_config, "load_format", "ipc_cache"), "ipc_cache"),
         (
-            configured("offload_config", offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=2)),
+            configured(
+                "offload_config", offload_backend="auto", prefetch=SimpleNamespace(offload_group_size=2)
+            ),
             "Prefetch offloading",
         ),
         (configured("weight_transfer_config", backend="deltasync"), "A trainer pushes versions here"),
-        (configured("kv_transfer_config", kv_connector="LMCacheConnectorV1"), "LMCacheConnectorV1 may hand requests"),
+        (
+            configured("kv_transfer_config", kv_connector="LMCacheConnectorV1"),
+            "LMCacheConnectorV1 may hand requests",
+        ),
         (
             configured("parallel_config", is_moe_model=True, data_parallel_size=2, local_engines_only=True),
             "Servers that share experts would take a version at different times",
         ),
         (configured("ec_transfer_config", ec_connector="ECExampleConnector"), "ECExampleConnector may hand"),
-        (configured("ec_manager_config", encoder_cache_manager_cls="my.Manager"), "my.Manager may hand requests"),
+        (
+            configured("ec_manager_config", encoder_cache_manager_cls="my.Manager"),
+            "my.Manager may hand requests",
+        ),
         (configured("speculative_config", draft_lm_head_quantization="fp8"), "draft_lm_head_quantization"),
         (lambda e: setattr(e, "salted", False), "prefix cache would mix versions"),
         (lambda e: delattr(e, "engine_core"), "prefix cache would mix versions"),
         (lambda e: delattr(e, "vllm_config"), "deltasync could not start: AttributeError"),
-        (lambda e: setattr(e.vllm_config.parallel_config, "worker_extension_cls", ""), "without --worker-extension-cls"),
+        (
+            lambda e: setattr(e.vllm_config.parallel_config, "worker_extension_cls", ""),
+            "without --worker-extension-cls",
+        ),
         (
             lambda e: setattr(e.vllm_config.parallel_config, "worker_extension_cls", "argparse.Namespace"),
             "with --worker-extension-cls argparse.Namespace, not with vllm_plugin.DeltaSyncWorkerExtension",
@@ -518,13 +568,23 @@ def configured(name: str, **fields: object) -> Callable[[Engine], None]:
 )
 @pytest.mark.parametrize("waits", ["1", "0"])
 def test_a_server_that_cannot_follow_says_why_and_answers_only_if_that_is_set(
-    engine: Engine, trainer: Trainer, memory_url: str, monkeypatch: pytest.MonkeyPatch, change: Any, said: str, waits: str
+    engine: Engine,
+    trainer: Trainer,
+    memory_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    change: Any,
+    said: str,
+    waits: str,
 ) -> None:
     trainer.publish()
     change(engine)
     channel = getattr(engine, "channel", memory_url)
     with serving(engine, monkeypatch, CHANNEL=channel, WAIT_READY=waits) as client:
-        pushed = getattr(engine.vllm_config, "weight_transfer_config", None) if hasattr(engine, "vllm_config") else None
+        pushed = (
+            getattr(engine.vllm_config, "weight_transfer_config", None)
+            if hasattr(engine, "vllm_config")
+            else None
+        )
         reply = client.post("/v1/completions")
         assert reply.status_code == (503 if waits == "1" and pushed is None else 200)
         assert reply.status_code == 200 or said in reply.json()["error"]["message"]
@@ -541,10 +601,15 @@ def test_a_server_that_cannot_follow_says_why_and_answers_only_if_that_is_set(
 @pytest.mark.parametrize("fitting", ["copy", "uva", "explicit"])
 def test_the_variants_that_can_be_followed_with_are_not_refused(engine: Engine, fitting: str) -> None:
     config = engine.vllm_config
-    config.kv_transfer_config = SimpleNamespace(kv_connector="OffloadingConnector" if fitting == "uva" else None)
+    config.kv_transfer_config = SimpleNamespace(
+        kv_connector="OffloadingConnector" if fitting == "uva" else None
+    )
     config.ec_transfer_config = SimpleNamespace(ec_connector=None)
     if fitting == "copy":
-        config.load_config.load_format, config.load_config.model_loader_extra_config = "ipc_cache", {"mode": "copy"}
+        config.load_config.load_format, config.load_config.model_loader_extra_config = (
+            "ipc_cache",
+            {"mode": "copy"},
+        )
     else:
         config.offload_config = SimpleNamespace(
             offload_backend=fitting if fitting == "uva" else "auto",
@@ -568,7 +633,10 @@ def test_ready_means_that_a_version_is_served_that_is_new_enough(
         assert "serves no version" in reply.json()["reason"]
         trainer.publish()
         client.post("/deltasync/sync", headers={"Authorization": "Bearer s3cret"})
-        assert (client.get("/deltasync/ready").status_code, client.get("/deltasync/ready").json()["ready"]) == (200, True)
+        assert (
+            client.get("/deltasync/ready").status_code,
+            client.get("/deltasync/ready").json()["ready"],
+        ) == (200, True)
 
 
 def test_ready_ends_where_the_server_falls_behind_or_sleeps(

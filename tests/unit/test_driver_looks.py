@@ -1,4 +1,6 @@
-"""How the driver asks its store, and what it does about answers that are wrong, other than expected, or missing."""
+"""How the driver asks its store, and what it does about answers that are wrong, other than expected, or
+missing.
+"""
 
 from __future__ import annotations
 
@@ -154,7 +156,8 @@ def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
     async def scene(driver: Driver) -> None:
         await follow(driver)
         engine.model.w.view(torch.int16)[30, 5] ^= 1
-        engine.worker._deltasync_shard.weights.memory.audit()  # as if it had flipped after the fingerprint was taken
+        # as if it had flipped after the fingerprint was taken
+        engine.worker._deltasync_shard.weights.memory.audit()
         trainer.publish()
         await driver.refresh()
         assert "FingerprintMismatchError" in driver.status(0).error
@@ -229,7 +232,8 @@ def test_a_store_that_hangs_from_the_beginning_is_seen_in_the_metrics(
             assert "serves no version" in (driver.not_ready or "")
             store.heal()
             assert await driver.reach(1) == 1
-            while (ago_s := driver.status(0).followed_s_ago) is None:  # the step that reached it still reports
+            # the step that reached it still reports
+            while (ago_s := driver.status(0).followed_s_ago) is None:
                 await asyncio.sleep(0.01)
             assert ago_s < 100
 
@@ -310,7 +314,8 @@ def test_a_store_that_hangs_keeps_no_server_from_its_end(
         for _ in range(6):
             late = client.post("/deltasync/pin", json={"pin": "2", "timeout_s": 0.1})
             assert late.status_code == 504 and "The pin stays: newest." in late.json()["error"]
-        opens = threading.Timer(300, lambda: [gate.opened.set() for gate in gates])  # else a failure would never end
+        # else a failure would never end
+        opens = threading.Timer(300, lambda: [gate.opened.set() for gate in gates])
         opens.start()
     assert not any(gate.opened.is_set() for gate in gates)
     opens.cancel()

@@ -25,19 +25,26 @@ def test_scripts_beside_the_checkout_find_the_package(tmp_path: Path) -> None:
     build = f"import setuptools.build_meta as build; build.build_editable({str(wheels)!r})"
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environ["CC"] = "false"  # the extension is optional, and takes a while
-    done = subprocess.run([sys.executable, "-c", build], cwd=checkout, env=environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=checkout, env=environ, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     (wheel,) = wheels.glob("*.whl")
     with zipfile.ZipFile(wheel) as opened:
         names = [name for name in opened.namelist() if ".dist-info/" not in name]
-        assert len(names) == 1 and names[0].endswith(".pth"), "what is imported by a finder is not seen by type checkers"
+        assert len(names) == 1 and names[0].endswith(".pth"), (
+            "what is imported by a finder is not seen by type checkers"
+        )
         assert opened.read(names[0]).decode().split() == [str(checkout)]
         site.mkdir()
         opened.extractall(site)
     script = tmp_path / "script.py"
     others = (
-        f"import sys; sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]"  # this environment's own install
+        # this environment's own install
+        f"import sys; sys.path[:] = [path for path in sys.path if path != {str(ROOT)!r}]"
     )
     script.write_text(f"{others}; import site; site.addsitedir({str(site)!r}); {_SCRIPT}")
-    done = subprocess.run([sys.executable, "-W", "ignore", str(script)], env=environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)], env=environ, capture_output=True, text=True
+    )
     assert done.stdout.strip() == str(checkout / "deltasync" / "__init__.py"), done.stderr

@@ -1,4 +1,6 @@
-"""The files for engines that others run: Ray Serve LLM and vLLM's production stack. test_ray_serve.py runs the first."""
+"""The files for engines that others run: Ray Serve LLM and vLLM's production stack. test_ray_serve.py runs
+the first.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,15 @@ def test_ray_serves_by_the_literal_extension() -> None:
 def test_the_production_stack_serves_by_the_literal_command() -> None:
     engines = values("production-stack/values.yaml")["servingEngineSpec"]
     (model,) = engines["modelSpec"]
-    assert model["vllmConfig"]["extraArgs"] == ["--worker-extension-cls", "vllm_plugin.DeltaSyncWorkerExtension"]
+    assert model["vllmConfig"]["extraArgs"] == [
+        "--worker-extension-cls",
+        "vllm_plugin.DeltaSyncWorkerExtension",
+    ]
     names = [variable["name"] for variable in model["env"]]
     assert {name for name in names if name.startswith("DELTASYNC_")} <= SETTINGS
     assert "DELTASYNC_REPLICA_ID" in names  # its pods share a hostname
     app = FastAPI()
     DeltaSyncEndpoints().attach_router(app)
-    assert engines["readinessProbe"]["httpGet"]["path"] in {getattr(route, "path", "") for route in app.routes}
+    assert engines["readinessProbe"]["httpGet"]["path"] in {
+        getattr(route, "path", "") for route in app.routes
+    }

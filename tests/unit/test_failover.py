@@ -1,4 +1,6 @@
-"""A channel and copies of it: the nearest is read, another one where that fails or lags, and nobody goes back by that."""
+"""A channel and copies of it: the nearest is read, another one where that fails or lags, and nobody goes back
+by that.
+"""
 
 from __future__ import annotations
 
@@ -135,7 +137,9 @@ def test_other_channels_are_refused(region: Region, memory_url: str) -> None:
     made.create(STATES[0])
     made.anchor(STATES[0])
     made.head()
-    with pytest.raises(ConfigError, match=r"memory://.* and memory://.*-other hold different runs; name one channel and"):
+    with pytest.raises(
+        ConfigError, match=r"memory://.* and memory://.*-other hold different runs; name one channel and"
+    ):
         Replica(FailoverStore([region.source, other])).sync()
 
 
@@ -156,7 +160,9 @@ def test_another_channels_head_at_a_copy_refuses_only_as_long_as_it_is_there(
     region.assert_serves(region.made)
 
 
-def test_a_store_that_does_not_answer_is_waited_for_once(region: Region, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_that_does_not_answer_is_waited_for_once(
+    region: Region, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(failover, "_PATIENCE_S", 0.2)
     gate = region.far.hold_at("read", keys.HEAD)
     region.assert_serves(region.made)

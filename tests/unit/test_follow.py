@@ -262,7 +262,9 @@ def test_no_epoch_is_newer_by_its_random_digits(memory_url: str, digits: str, ta
     assert store.calls == [("read", have.key)]
 
 
-def test_a_version_in_whose_place_a_restored_store_has_a_seal(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_in_whose_place_a_restored_store_has_a_seal(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(cursor, "_LOST_S", 0.0)
     channel = made(store, 2)
     known, model = channel.tip, channel.bits[channel.tip.sha256]

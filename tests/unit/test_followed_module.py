@@ -1,4 +1,6 @@
-"""What a followed module computes with besides the weights that are proven, who else can write these, and its gate."""
+"""What a followed module computes with besides the weights that are proven, who else can write these, and its
+gate.
+"""
 
 from __future__ import annotations
 
@@ -231,7 +233,9 @@ def shared() -> nn.Module:
         lambda: parametrizations.orthogonal(nn.Linear(8, 8)),
     ],
 )
-def test_what_calls_make_of_weights_is_made_again_with_each_version(memory_url: str, make: Callable[[], nn.Module]) -> None:
+def test_what_calls_make_of_weights_is_made_again_with_each_version(
+    memory_url: str, make: Callable[[], nn.Module]
+) -> None:
     with following(memory_url, make) as (live, trainer, publisher, replica), torch.no_grad():
         before = None
         for version in (1, 2, 3):
@@ -241,7 +245,9 @@ def test_what_calls_make_of_weights_is_made_again_with_each_version(memory_url: 
             fresh.load_state_dict(trainer.state_dict())
             expected = fresh(X)
             assert all(torch.equal(each, expected) for each in found)
-            assert before is None or not torch.equal(before, expected), "no version changed anything, which proves nothing"
+            assert before is None or not torch.equal(before, expected), (
+                "no version changed anything, which proves nothing"
+            )
             before = expected
             move(trainer, version)
             publisher.publish(trainer).wait(PATIENCE_S)
@@ -272,7 +278,9 @@ class Unregistered(Base):
 
 
 def _count_inside(monkeypatch: pytest.MonkeyPatch, replica: ModuleReplica) -> list[object]:
-    """Return a list that gets each value which is looked at, rather than compared, while the gate is closed for a commit."""
+    """Return a list that gets each value which is looked at, rather than compared, while the gate is closed
+    for a commit.
+    """
     seen: list[object] = []
     look = kept._tensors
 
@@ -350,7 +358,11 @@ def test_what_a_replaced_layer_keeps_is_made_again(memory_url: str) -> None:
 
 def test_what_parametrize_caches_over_versions_is_of_none(memory_url: str) -> None:
     make = lambda: parametrizations.weight_norm(nn.Linear(8, 8))  # noqa: E731
-    with following(memory_url, make) as (live, trainer, publisher, replica), torch.no_grad(), parametrize.cached():
+    with (
+        following(memory_url, make) as (live, trainer, publisher, replica),
+        torch.no_grad(),
+        parametrize.cached(),
+    ):
         for version in (1, 2):
             assert replica.sync() == version
             expected = nn.functional.linear(X, trainer.parametrizations.weight(), trainer.bias)
@@ -393,18 +405,23 @@ class Filled(Base):
         return x @ self.kept
 
 
-def test_a_buffer_that_may_be_made_of_weights_is_refused_by_name_unless_it_is_said_not_to_be(memory_url: str) -> None:
+def test_a_buffer_that_may_be_made_of_weights_is_refused_by_name_unless_it_is_said_not_to_be(
+    memory_url: str,
+) -> None:
     trainer, live = seeded(Derived), seeded(Derived)
     with Publisher(memory_url, dtype="keep", retention=None) as publisher:
         publisher.publish(trainer).wait(PATIENCE_S)
-        with pytest.raises(ModelMismatchError, match=r"^twice is no weight of the channel and may be made of weights"):
+        with pytest.raises(
+            ModelMismatchError, match=r"^twice is no weight of the channel and may be made of weights"
+        ):
             follow(live, memory_url, background=False)
         with follow(live, memory_url, background=False, names={"twice": None}) as replica:
             assert replica.version == 1
 
 
 @pytest.mark.parametrize(
-    ("make", "said"), [(WithChild, "child.kept was made by a forward"), (Filled, "kept was changed by a forward")]
+    ("make", "said"),
+    [(WithChild, "child.kept was made by a forward"), (Filled, "kept was changed by a forward")],
 )
 def test_what_cannot_be_made_again_keeps_the_version_that_it_was_made_of(
     memory_url: str, make: Callable[[], nn.Module], said: str
@@ -445,7 +462,9 @@ def normed() -> nn.Module:
 
 
 @pytest.mark.parametrize("make", [Rescaled, RescaledUnseen, normed, lambda: nn.BatchNorm1d(8)])
-def test_a_module_that_writes_its_own_weights_is_refused(memory_url: str, make: Callable[[], nn.Module]) -> None:
+def test_a_module_that_writes_its_own_weights_is_refused(
+    memory_url: str, make: Callable[[], nn.Module]
+) -> None:
     with following(memory_url, make) as (live, trainer, publisher, replica), torch.no_grad():
         live.train()
         live(torch.arange(8) if make is normed else X)
@@ -518,7 +537,10 @@ def test_writes_before_the_first_call_are_found_in_it(memory_url: str) -> None:
 
 def test_comparing_all_bits_can_be_turned_down(memory_url: str) -> None:
     options = {"audit_s": 3600.0}
-    with following(memory_url, lambda: nn.Linear(8, 8), **options) as (live, trainer, _, replica), torch.no_grad():
+    with (
+        following(memory_url, lambda: nn.Linear(8, 8), **options) as (live, trainer, _, replica),
+        torch.no_grad(),
+    ):
         live(X)
         _by_data(live)
         assert replica.sync() == 1
@@ -533,7 +555,9 @@ def test_a_merged_adapter_is_refused_at_once_and_lost_in_no_version(memory_url: 
             return self.lin(x)
 
     trainer = seeded(Net)
-    adapted = peft.get_peft_model(seeded(Net), peft.LoraConfig(r=2, target_modules=["lin"], init_lora_weights=False))
+    adapted = peft.get_peft_model(
+        seeded(Net), peft.LoraConfig(r=2, target_modules=["lin"], init_lora_weights=False)
+    )
     adapted.requires_grad_(False)
     with Publisher(memory_url, dtype="keep", retention=None) as publisher, torch.no_grad():
         publisher.publish(trainer).wait(PATIENCE_S)
@@ -567,7 +591,9 @@ class WithState(Base):
 
 
 def dynamic() -> nn.Module:
-    return torch.ao.quantization.quantize_dynamic(nn.Sequential(nn.Linear(8, 8)), {nn.Linear}, dtype=torch.qint8)
+    return torch.ao.quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(8, 8)), {nn.Linear}, dtype=torch.qint8
+    )
 
 
 @pytest.mark.parametrize("make", [lambda: WithState({"scale": 2.0}), dynamic], ids=["extra", "packed"])
@@ -620,7 +646,10 @@ def _transposed() -> nn.Module:
         (_expanded, "^scale overlaps itself"),
         (lambda: _overlapping(slice(0, 8), slice(4, 12)), "first and second overlap"),
         (lambda: _overlapping(slice(0, 8), slice(0, 4)), "first and second overlap"),
-        (lambda: _overlapping((slice(None), slice(0, 5)), (slice(None), slice(4, 8))), "first and second overlap"),
+        (
+            lambda: _overlapping((slice(None), slice(0, 5)), (slice(None), slice(4, 8))),
+            "first and second overlap",
+        ),
         (_transposed, "first and second overlap"),
     ],
 )
@@ -647,12 +676,17 @@ UNEVEN = [torch.ones(2, 8), torch.ones(3, 8)]
         (PLAIN.to_sparse_csr, "is a Parameter of layout sparse_csr, which has no memory"),
         (PLAIN.to_mkldnn, "is a Parameter of layout _mkldnn, which has no memory"),
         (lambda: torch.nested.nested_tensor(UNEVEN), "is a nested tensor, which has no memory"),
-        (lambda: torch.nested.nested_tensor(UNEVEN, layout=torch.jagged), "is a nested tensor, which has no memory"),
+        (
+            lambda: torch.nested.nested_tensor(UNEVEN, layout=torch.jagged),
+            "is a nested tensor, which has no memory",
+        ),
         (lambda: torch._efficientzerotensor(8, 8), "is a ZeroTensor, which has no memory"),
         (lambda: torch.complex(PLAIN, PLAIN).conj().imag, "is a view whose memory has the negated values"),
     ],
 )
-def test_tensors_of_other_layouts_are_refused_by_name(memory_url: str, make: Callable[[], Any], said: str) -> None:
+def test_tensors_of_other_layouts_are_refused_by_name(
+    memory_url: str, make: Callable[[], Any], said: str
+) -> None:
     module = seeded(lambda: nn.Linear(8, 8))
     with Publisher(memory_url, dtype="keep", retention=None) as publisher:
         publisher.publish(module).wait(PATIENCE_S)
@@ -739,7 +773,8 @@ def with_attribute() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    "how", ["call", "forward", "attribute", "bound", "call_impl", "shallow", "shallow forward", "shallow attribute"]
+    "how",
+    ["call", "forward", "attribute", "bound", "call_impl", "shallow", "shallow forward", "shallow attribute"],
 )
 def test_each_way_to_call_waits_for_a_commit(memory_url: str, how: str) -> None:
     live = with_attribute() if "attribute" in how else seeded(Net)
@@ -748,7 +783,12 @@ def test_each_way_to_call_waits_for_a_commit(memory_url: str, how: str) -> None:
         publisher.publish(live).wait(PATIENCE_S)
         with follow(live, memory_url, background=False) as replica, torch.no_grad():
             other = copy.copy(live)
-            calls: dict[str, Any] = {"call": live, "forward": live.forward, "attribute": live.forward, "bound": bound}
+            calls: dict[str, Any] = {
+                "call": live,
+                "forward": live.forward,
+                "attribute": live.forward,
+                "bound": bound,
+            }
             calls |= {"call_impl": live._call_impl, "shallow": other, "shallow forward": other.forward}
             calls |= {"shallow attribute": other}
             expected = live(X)

@@ -1,4 +1,6 @@
-"""The Grafana dashboard asks for metrics that servers have, by labels that they have; the page of metrics names them all."""
+"""The Grafana dashboard asks for metrics that servers have, by labels that they have; the page of metrics
+names them all.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +56,9 @@ def test_panels_do_not_overlap() -> None:
     for panel in DASHBOARD["panels"]:
         place = panel["gridPos"]
         cells = {
-            (x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
         }
         assert not cells & taken and place["x"] + place["w"] <= 24, panel["title"]
         taken |= cells

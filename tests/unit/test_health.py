@@ -32,7 +32,9 @@ def test_integers_are_no_nan() -> None:
     assert not seen(torch.tensor([-1, 0x7FFF], dtype=torch.int16))
 
 
-def test_nan_is_warned_of_where_it_appears_and_not_again(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_nan_is_warned_of_where_it_appears_and_not_again(
+    memory_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     weights = {"a": torch.ones(10, 10), "b": torch.ones(5), "count": torch.tensor(-1)}
 
     def warnings() -> list[str]:
@@ -54,7 +56,8 @@ def test_nan_is_warned_of_where_it_appears_and_not_again(memory_url: str, caplog
     replica = Replica(memory_url)
     replica.sync()
     assert_same_bits(
-        replica.state_dict(), {name: w.bfloat16() if w.is_floating_point() else w for name, w in weights.items()}
+        replica.state_dict(),
+        {name: w.bfloat16() if w.is_floating_point() else w for name, w in weights.items()},
     )
 
 

@@ -23,7 +23,9 @@ FIRST_BAD = 27
 
 @pytest.fixture(scope="module")
 def url(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """40 versions: number N changes N elements of `a`, each third one 5 of `b`. From 27 on an element of `b` is negative."""
+    """40 versions: number N changes N elements of `a`, each third one 5 of `b`. From 27 on an element of `b`
+    is negative.
+    """
     where = f"file://{tmp_path_factory.mktemp('history')}/run"
     weights = {"layer.a": torch.zeros(64, dtype=torch.bfloat16), "layer.b": torch.ones(10)}
     with Publisher(where, dtype="keep") as publisher:
@@ -54,7 +56,10 @@ def test_bisect_finds_the_first_bad_version_in_log2_tests(url: str) -> None:
 
 @pytest.mark.parametrize("first_bad", [2, 3, 21, 39, 40])
 def test_any_version_may_be_the_first_bad_one(url: str, first_bad: int) -> None:
-    assert bisect(reader(url), lambda version, directory: version < first_bad)[:2] == (first_bad - 1, first_bad)
+    assert bisect(reader(url), lambda version, directory: version < first_bad)[:2] == (
+        first_bad - 1,
+        first_bad,
+    )
 
 
 def test_versions_that_cannot_be_tested_stay_between(url: str) -> None:
@@ -126,9 +131,18 @@ def test_the_commands(url: str, tmp_path: Path) -> None:
         "sys.exit(bool((load_file(sys.argv[1] + '/model.safetensors')['layer.b'] < 0).any()))\n"
     )
     found = run("bisect", url, "--run", f"{sys.executable} {check} {{}}")
-    assert f"version {FIRST_BAD} (step {10 * FIRST_BAD}) is the first bad one; version {FIRST_BAD - 1} is good" in found
-    rows = [json.loads(line) for line in run("bisect", url, "--run", 'test "$VERSION" -lt 9 # {}', "--json").splitlines()]
-    assert rows[-1] == {"first_bad": 9, "step": 90, "last_good": 8, "skipped": []} and rows[0]["version"] == VERSIONS
+    assert (
+        f"version {FIRST_BAD} (step {10 * FIRST_BAD}) is the first bad one; version {FIRST_BAD - 1} is good"
+        in found
+    )
+    rows = [
+        json.loads(line)
+        for line in run("bisect", url, "--run", 'test "$VERSION" -lt 9 # {}', "--json").splitlines()
+    ]
+    assert (
+        rows[-1] == {"first_bad": 9, "step": 90, "last_good": 8, "skipped": []}
+        and rows[0]["version"] == VERSIONS
+    )
     assert "needs {}" in run("bisect", url, "--run", "true", code=2)
     assert "the search ends" in run("bisect", url, "--run", "kill -9 $$ # {}", code=1)
     shown = run("blame", url, "layer.a", "--last", "3").splitlines()
@@ -137,10 +151,20 @@ def test_the_commands(url: str, tmp_path: Path) -> None:
     ]
     assert len(run("blame", url, "layer.b", "--json").splitlines()) == VERSIONS
     shown = run("diff", url, "1", "4")
-    assert "6.250% layer.a" in shown and "version 1 to version 4: 2 of 2 tensors differ, in 9 of 74 elements" in shown
+    assert (
+        "6.250% layer.a" in shown
+        and "version 1 to version 4: 2 of 2 tensors differ, in 9 of 74 elements" in shown
+    )
     assert run("diff", url, "40", "latest") == "version 40 to version 40: all 2 tensors have equal bits\n"
     told = json.loads(run("diff", url, "1", "2", "--json"))
     assert (told["from"]["version"], told["to"]["version"], told["equal"]) == (1, 2, 1)
     (row,) = told["differences"]
-    assert row == {"tensor": "layer.a", "changed": 2, "elements": 64, "index": [0], "from": "0x3f80", "to": "0x4000"}
+    assert row == {
+        "tensor": "layer.a",
+        "changed": 2,
+        "elements": 64,
+        "index": [0],
+        "from": "0x3f80",
+        "to": "0x4000",
+    }
     assert "a number from 1 on" in run("diff", url, "0", "2", code=2)

@@ -1,4 +1,6 @@
-"""Channels written to do harm: more bytes than declared, paths that lead elsewhere, numbers at the edges of their types."""
+"""Channels written to do harm: more bytes than declared, paths that lead elsewhere, numbers at the edges of
+their types.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ LARGEST = (1 << 63) - 1
 
 def _weights(round_: int) -> dict[str, torch.Tensor]:
     return {
-        "w": (torch.arange(800, dtype=torch.int32) + round_).to(torch.int16).view(torch.bfloat16).reshape(20, 40),
+        "w": (torch.arange(800, dtype=torch.int32) + round_)
+        .to(torch.int16)
+        .view(torch.bfloat16)
+        .reshape(20, 40),
         "v": (torch.arange(300, dtype=torch.int32) * (1 + round_)).view(torch.float32),
     }
 
@@ -57,7 +62,9 @@ def channel(memory_url: str) -> Made:
     return found
 
 
-def _append(channel: Made, payload: Encoded | None, name: str, changed: int = 800, parts: Sequence[File] = ()) -> None:
+def _append(
+    channel: Made, payload: Encoded | None, name: str, changed: int = 800, parts: Sequence[File] = ()
+) -> None:
     """Version 2, with this payload and these parts."""
     delta = Delta(codec=name, changed=changed, parts=list(parts))
     channel.append(channel.record("delta", 2, _weights(0), delta=delta), payload, _weights(0))
@@ -84,7 +91,9 @@ def _refused(channel: Made, match: str, caplog: pytest.LogCaptureFixture) -> Non
 # Sizes
 
 
-def test_an_object_that_is_larger_than_declared_is_not_read(channel: Made, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_object_that_is_larger_than_declared_is_not_read(
+    channel: Made, caplog: pytest.LogCaptureFixture
+) -> None:
     part = _store_part(channel, b"x" * 10)
     _append(channel, None, "packed", parts=[part])
     channel.store.put(part.key, bytes(1 << 20))
@@ -105,7 +114,8 @@ def test_a_version_that_declares_more_than_its_tensors_take_is_not_fetched(
     (file,) = stored.record.anchor.files
     anchor = dataclasses.replace(stored.record.anchor, files=[dataclasses.replace(file, bytes=size)])
     channel.store.put(
-        compaction, record.encode(dataclasses.replace(stored.record, anchor=anchor), compaction, None, None).data
+        compaction,
+        record.encode(dataclasses.replace(stored.record, anchor=anchor), compaction, None, None).data,
     )
     _refused(channel, "more than the channel's tensors take", caplog)
     assert isinstance(channel.store, FaultyStore)
@@ -181,7 +191,9 @@ def test_a_payload_that_changes_more_than_its_record_says_is_corrupt(
 
 
 @pytest.mark.parametrize("name", ["packed", "context", "raw"])
-def test_a_delta_of_other_shapes_is_corrupt(channel: Made, name: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_delta_of_other_shapes_is_corrupt(
+    channel: Made, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     spec = TensorSpec("w", "bfloat16", (20, 4000))
     index_K, step_K = np.array([3, 79_999], np.int32), np.array([1, 1], np.uint16)
     delta = TensorDelta(Layout({"w": spec}), {2: Sparse(index_K, step_K)})
@@ -197,19 +209,25 @@ def test_a_delta_of_other_dtypes_is_corrupt_or_not_the_published_bits(
     index_K = np.arange(0, 800, 3, dtype=np.int32)
     spec = TensorSpec("w", "float64", (20, 40))
     delta = TensorDelta(Layout({"w": spec}), {8: Sparse(index_K, np.full(index_K.size, 1 << 40, np.uint64))})
-    _append(channel, codec.get(name).encode(delta, lambda _: (np.zeros(800, np.uint64), 0), {"w": 0}, 2, 1), name)
+    _append(
+        channel, codec.get(name).encode(delta, lambda _: (np.zeros(800, np.uint64), 0), {"w": 0}, 2, 1), name
+    )
     _refused(channel, "w" if name == "raw" else "elements of '8' bytes", caplog)
 
 
 _ONE = bytes([0, 0x80, 0x20])  # a table: symbol 0 has all 4096 slots
 
 
-def test_a_payload_with_more_tables_than_groups_is_corrupt(channel: Made, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_payload_with_more_tables_than_groups_is_corrupt(
+    channel: Made, caplog: pytest.LogCaptureFixture
+) -> None:
     _append(channel, _vector_payload(blocks=[[1, 2]], tables=_ONE * 2 * 200_000), "packed")
     _refused(channel, "more tables than groups|malformed block", caplog)
 
 
-def test_a_payload_with_more_classes_than_groups_is_corrupt(channel: Made, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_payload_with_more_classes_than_groups_is_corrupt(
+    channel: Made, caplog: pytest.LogCaptureFixture
+) -> None:
     encoded = _vector_payload(blocks=[])
     group = bytes([0, 0, 255, 0]) + _ONE * 2
     arrays = {
@@ -219,7 +237,11 @@ def test_a_payload_with_more_classes_than_groups_is_corrupt(channel: Made, caplo
         ".2.tile_words": torch.ones(1, dtype=torch.int32),
     }
     row = {"tensor": 0, "tensors": 1, "tiles": {"groups": [0], "planes": None}}
-    metadata = encoded.metadata | {"codec": "context", "vectors": json.dumps({"2": row}), "tile_elements": str(1 << 30)}
+    metadata = encoded.metadata | {
+        "codec": "context",
+        "vectors": json.dumps({"2": row}),
+        "tile_elements": str(1 << 30),
+    }
     _append(channel, Encoded(arrays, metadata), "context")
     _refused(channel, "more tables than groups", caplog)
 
@@ -233,7 +255,9 @@ def test_a_payload_with_more_classes_than_groups_is_corrupt(channel: Made, caplo
         ({"fingerprint": 7}, "header cannot be read"),
     ],
 )
-def test_a_row_of_the_table_of_patches_that_says_nonsense_is_corrupt(fields: dict[str, Any], expected: str) -> None:
+def test_a_row_of_the_table_of_patches_that_says_nonsense_is_corrupt(
+    fields: dict[str, Any], expected: str
+) -> None:
     rows = {"w": {"changed": 1, "fingerprint": "0" * 16} | fields}
     data = Encoded({}, _payload_metadata(rows, "raw")).to_bytes()
     with pytest.raises(CorruptDataError, match=expected):
@@ -244,7 +268,14 @@ def _vector_payload(
     *, blocks: Sequence[Sequence[int]], tables: bytes = b"", changed: int = 1, block_elements: int = 800
 ) -> Encoded:
     """A payload of `packed` that changes `w`, by blocks that are in one group."""
-    row = {"tensor": 0, "tensors": 1, "block": 0, "blocks": len(blocks), "groups": [0][: len(blocks)], "planes": None}
+    row = {
+        "tensor": 0,
+        "tensors": 1,
+        "block": 0,
+        "blocks": len(blocks),
+        "groups": [0][: len(blocks)],
+        "planes": None,
+    }
     entries = {
         "tensors": torch.ones(1, dtype=torch.uint8),
         "counts": torch.tensor([changed], dtype=torch.int32),
@@ -293,12 +324,15 @@ def test_raw_indices_outside_the_tensor_or_out_of_order_are_corrupt(
 
 
 @pytest.mark.parametrize("frames", ["bomb", "window", "two", "cut", "other", "unsized"])
-def test_planes_that_are_not_the_table_are_corrupt(channel: Made, frames: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_planes_that_are_not_the_table_are_corrupt(
+    channel: Made, frames: str, caplog: pytest.LogCaptureFixture
+) -> None:
     good = zstandard.ZstdCompressor().compress(bytes(800))
     wide = zstandard.ZstdCompressionParameters(window_log=27, write_content_size=True)
     frame = {
         "bomb": zstandard.ZstdCompressor().compress(bytes(1 << 27)),
-        "window": zstandard.ZstdCompressor(compression_params=wide).compressobj(800).compress(bytes(800)) or b"\x28",
+        "window": zstandard.ZstdCompressor(compression_params=wide).compressobj(800).compress(bytes(800))
+        or b"\x28",
         "two": good + good,
         "cut": good[:-1],
         "other": zstandard.ZstdCompressor().compress(bytes(801)),
@@ -425,7 +459,8 @@ def test_references_that_lead_elsewhere_are_corrupt(where: dict[str, str]) -> No
 
 
 @pytest.mark.parametrize(
-    "file", ["..", "../model.safetensors", "/model.safetensors", "*", "**/*.bin", "", "x.bin", "a/b.safetensors"]
+    "file",
+    ["..", "../model.safetensors", "/model.safetensors", "*", "**/*.bin", "", "x.bin", "a/b.safetensors"],
 )
 def test_the_index_of_a_checkpoint_names_files_beside_it(tmp_path: Path, file: str) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"w": file}}))
@@ -436,7 +471,9 @@ def test_the_index_of_a_checkpoint_names_files_beside_it(tmp_path: Path, file: s
 # JSON
 
 
-@pytest.mark.parametrize("number", ["1" * 20, "1" * 400, "1" * 5000, "1e400", "1e5", "NaN", "Infinity", "-0", "-1"])
+@pytest.mark.parametrize(
+    "number", ["1" * 20, "1" * 400, "1" * 5000, "1e400", "1e5", "NaN", "Infinity", "-0", "-1"]
+)
 @pytest.mark.parametrize("field", ["version", "body_bytes", "step", "coalesced"])
 def test_numbers_that_no_document_has_are_corrupt(field: str, number: str) -> None:
     data = json.dumps(json.loads(_record()) | {field: "@"}).replace('"@"', number).encode()
@@ -447,7 +484,9 @@ def test_numbers_that_no_document_has_are_corrupt(field: str, number: str) -> No
         documents.decode(data, Record, KEY)
 
 
-@pytest.mark.parametrize("text", ["", "now", "2025-01-01", "2025-01-01T00:00:00", "2025-13-01T00:00:00+00:00", "1" * 5000])
+@pytest.mark.parametrize(
+    "text", ["", "now", "2025-01-01", "2025-01-01T00:00:00", "2025-13-01T00:00:00+00:00", "1" * 5000]
+)
 def test_a_version_from_no_time_is_corrupt(text: str) -> None:
     with pytest.raises(CorruptDataError, match=r"no time|created_at"):
         documents.decode(_record(created_at=text), Record, KEY)
@@ -461,7 +500,9 @@ def test_fields_nested_deeply_are_corrupt(nest: Callable[[int], bytes]) -> None:
 
 
 def test_a_document_with_many_unknown_fields_is_read() -> None:
-    data = json.dumps(json.loads(_record()) | {f"unknown{number}": number for number in range(100_000)}).encode()
+    data = json.dumps(
+        json.loads(_record()) | {f"unknown{number}": number for number in range(100_000)}
+    ).encode()
     assert documents.decode(data, Record, KEY) == documents.decode(_record(), Record, KEY)
 
 
@@ -552,10 +593,18 @@ _W, _V = _entry("BF16", [20, 40], 0, 1600), _entry("F32", [300], 1600, 2800)
         _file({"__metadata__": _META, "w": _W, "v": _entry("F32", [300], 1700, 2900)}, bytes(2900)),
         _file({"__metadata__": _META, "w": _entry("BF16", [20, 40], 1600, 0), "v": _V}, bytes(2800)),
         _file({"__metadata__": _META, "w": _entry("BF16", [20, 40], -1600, 0), "v": _V}, bytes(2800)),
-        _file({"__metadata__": _META, "w": _entry("BF16", [20, 40], 1 << 63, (1 << 63) + 1600), "v": _V}, bytes(2800)),
+        _file(
+            {"__metadata__": _META, "w": _entry("BF16", [20, 40], 1 << 63, (1 << 63) + 1600), "v": _V},
+            bytes(2800),
+        ),
         _file({"__metadata__": _META, "w": _entry("BF16", [1 << 32, 1 << 32], 0, 0), "v": _V}, bytes(2800)),
         _file(
-            {"__metadata__": _META, "w": _entry("BF16", [0, 1 << 63], 0, 0), "v": _entry("F32", [300], 0, 1200)}, bytes(1200)
+            {
+                "__metadata__": _META,
+                "w": _entry("BF16", [0, 1 << 63], 0, 0),
+                "v": _entry("F32", [300], 0, 1200),
+            },
+            bytes(1200),
         ),
         _file({"__metadata__": _META, "w": _entry("U64", [200], 0, 1600), "v": _V}, bytes(2800)),
         _file({"__metadata__": _META, "w": _entry("F8_E8M0", [1600], 0, 1600), "v": _V}, bytes(2800)),
@@ -600,7 +649,9 @@ _MODULES = {"marshal", "shelve", "dill", "cloudpickle", "joblib"}
 def _forbidden(tree: ast.AST) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom):
-            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            names = (
+                [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""]
+            )
             yield from (name for name in names if name.partition(".")[0] in _MODULES)
             if isinstance(node, ast.ImportFrom) and node.module == "pickle":
                 yield "from pickle import"
@@ -620,5 +671,7 @@ def test_nothing_that_is_read_is_ever_executed(package: str) -> None:
 
 
 def test_the_search_for_such_code_finds_it() -> None:
-    code = "import dill\nfrom pickle import loads\neval('1')\ntorch.load(x)\nrun(x, shell=True)\npickle.loads(x)"
+    code = (
+        "import dill\nfrom pickle import loads\neval('1')\ntorch.load(x)\nrun(x, shell=True)\npickle.loads(x)"
+    )
     assert len(list(_forbidden(ast.parse(code)))) == 6

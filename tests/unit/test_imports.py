@@ -17,9 +17,9 @@ import deltasync
 ROOT = Path(deltasync.__file__).parents[1]
 PACKAGES = ("deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_callback")
 
-# The core is what every version passes; a wing has the cases, and is handed to it (docs/architecture.md). Each room imports
-# from itself and from rooms before it in these lists, by what their `__init__` offers in `__all__`: names, and modules that
-# are entered as a whole. A new room gets a place here.
+# The core is what every version passes; a wing has the cases, and is handed to it (docs/architecture.md).
+# Each room imports from itself and from rooms before it in these lists, by what their `__init__` offers in
+# `__all__`: names, and modules that are entered as a whole. A new room gets a place here.
 CORE = ("tensors", "kernels", "codec", "stores", "channel", "live", "publish", "following")
 WINGS = ("clouds", "gpu", "trainer", "opening", "serve", "ops", "interchange")
 ROOMS = (*CORE, *WINGS)
@@ -76,7 +76,9 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
 
 
 def _imports(path: Path) -> set[str]:
-    """Full names of what a file imports anywhere in it; `from a import b` counts as `a.b` where that is a module."""
+    """Full names of what a file imports anywhere in it; `from a import b` counts as `a.b` where that is a
+    module.
+    """
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -137,7 +139,11 @@ def test_a_room_is_entered_by_what_it_offers() -> None:
     wrong = []
     for module, path in (found for package in PACKAGES for found in _modules(package)):
         for node in ast.walk(ast.parse(path.read_text())):
-            if not isinstance(node, ast.ImportFrom) or node.module is None or not node.module.startswith("deltasync."):
+            if (
+                not isinstance(node, ast.ImportFrom)
+                or node.module is None
+                or not node.module.startswith("deltasync.")
+            ):
                 continue
             room, *inside = node.module.split(".")[1:]
             if room in ROOMS and room != _room(module):
@@ -169,7 +175,9 @@ def test_imports_have_no_cycle() -> None:
 
 
 def test_stores_know_no_tensors() -> None:
-    stores = [(module, path) for module, path in _modules("deltasync") if module.startswith("deltasync.stores")]
+    stores = [
+        (module, path) for module, path in _modules("deltasync") if module.startswith("deltasync.stores")
+    ]
     assert stores
     wrong = [
         f"{module} imports {name}"
@@ -213,7 +221,9 @@ from deltasync import *
 names = [name for name in {HEAVY!r} if name in sys.modules]
 print(json.dumps([package, names, len(logging.getLogger().handlers), logging.getLogger().level]))
 """
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    found = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert json.loads(found.stdout) == [[], [], 0, logging.WARNING]
 
 
@@ -227,7 +237,9 @@ def test_all_is_what_is_importable() -> None:
 
 def test_completion_shows_the_names() -> None:
     code = "import deltasync; print(*dir(deltasync))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120
+    )
     assert done.stdout.split() == sorted(deltasync.__all__)
 
 
@@ -247,5 +259,7 @@ def test_a_missing_library_is_named_with_what_installs_it() -> None:
 
 
 def test_the_package_runs_as_the_command() -> None:
-    done = subprocess.run([sys.executable, "-m", "deltasync", "--help"], capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, "-m", "deltasync", "--help"], capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0 and done.stdout.startswith("Usage: deltasync [OPTIONS] COMMAND")

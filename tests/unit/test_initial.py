@@ -50,8 +50,12 @@ def trained(before: Weights, seed: int) -> Weights:
 
 
 def save(folder: Path, dtype: torch.dtype = torch.bfloat16, files: int = 1) -> Path:
-    """A checkpoint as transformers saves it: without the tied head, perhaps in several files, perhaps in another dtype."""
-    kept = {n: t.to(dtype) if t.is_floating_point() else t for n, t in weights().items() if n != "lm_head.weight"}
+    """A checkpoint as transformers saves it: without the tied head, perhaps in several files, perhaps in
+    another dtype.
+    """
+    kept = {
+        n: t.to(dtype) if t.is_floating_point() else t for n, t in weights().items() if n != "lm_head.weight"
+    }
     kept["model.vision.weight"] = torch.zeros(3)  # that nobody trains
     folder.mkdir(parents=True)
     (folder / "config.json").write_text("{}")
@@ -59,10 +63,16 @@ def save(folder: Path, dtype: torch.dtype = torch.bfloat16, files: int = 1) -> P
     if files == 1:
         safetensors.torch.save_file(kept, folder / "model.safetensors", {"format": "pt"})
         return folder
-    weight_map = {name: f"model-{number % files + 1:05}-of-{files:05}.safetensors" for number, name in enumerate(names)}
+    weight_map = {
+        name: f"model-{number % files + 1:05}-of-{files:05}.safetensors" for number, name in enumerate(names)
+    }
     for file in set(weight_map.values()):
-        safetensors.torch.save_file({n: kept[n] for n in names if weight_map[n] == file}, folder / file, {"format": "pt"})
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+        safetensors.torch.save_file(
+            {n: kept[n] for n in names if weight_map[n] == file}, folder / file, {"format": "pt"}
+        )
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": weight_map})
+    )
     return folder
 
 
@@ -108,13 +118,18 @@ def test_nothing_is_uploaded_before_the_first_delta(
     with Publisher(channel_url, initial=base) as publisher:
         first = publisher.publish(states[0].items(), step=0).wait(60)
         store = open_store(channel_url)
-        assert [key for key in stored(store) if key != keys.HEAD] == [keys.CHANNEL, ChannelReader(store).numbered(1).key]
+        assert [key for key in stored(store) if key != keys.HEAD] == [
+            keys.CHANNEL,
+            ChannelReader(store).numbered(1).key,
+        ]
         assert (first.version, first.kind, first.payload_bytes, first.anchor_bytes) == (1, "anchor", 0, 0)
         receipts = [publisher.publish(state.items()).wait(60) for state in states[1:]]
     assert [(receipt.version, receipt.kind) for receipt in receipts] == [(2, "delta"), (3, "delta")]
     document = read(store, 1)
     assert document.reference is not None
-    assert document.reference.path == str(base) and document.reference.tied == {"lm_head.weight": "model.embed.weight"}
+    assert document.reference.path == str(base) and document.reference.tied == {
+        "lm_head.weight": "model.embed.weight"
+    }
     assert document.requires == ["reference"] and document.step == 0
     assert not any(key.startswith(keys.ANCHORS) for key in stored(store))
     for version, state in enumerate(states, start=1):
@@ -135,7 +150,9 @@ def test_a_stream_with_other_bits_is_the_second_version(channel_url: str, base: 
 
 
 def test_publishes_join_what_waits_behind_the_reference(memory_url: str, base: Path) -> None:
-    """While the channel is being created, two more streams come; after a changed first one and after an equal one."""
+    """While the channel is being created, two more streams come; after a changed first one and after an equal
+    one.
+    """
     for changed in (False, True):
         url = f"{memory_url}-{changed}"
         store = FaultyStore(open_store(url))
@@ -278,8 +295,12 @@ def test_a_joiner_of_a_base_that_was_overwritten_logs_its_reason_once_and_raises
 
 
 @pytest.mark.parametrize("closes", [True, False])
-def test_a_base_that_a_short_run_overwrites_is_told_at_its_end(tmp_path: Path, base: Path, closes: bool) -> None:
-    """As where a trainer saves its last weights into the directory that it began from; with `close` and without it."""
+def test_a_base_that_a_short_run_overwrites_is_told_at_its_end(
+    tmp_path: Path, base: Path, closes: bool
+) -> None:
+    """As where a trainer saves its last weights into the directory that it began from; with `close` and
+    without it.
+    """
     code = f"""
 import safetensors.torch
 from deltasync import Publisher
@@ -298,5 +319,7 @@ safetensors.torch.save_file(weights, path)
     with Publisher(f"file://{tmp_path}/channel", resume=True) as publisher:  # the cure that it names
         last = safetensors.torch.load_file(base / "model.safetensors")
         assert publisher.publish(last).wait(60).kind == "anchor"
-    served = {name: held.to(torch.bfloat16) if held.is_floating_point() else held for name, held in last.items()}
+    served = {
+        name: held.to(torch.bfloat16) if held.is_floating_point() else held for name, held in last.items()
+    }
     assert_holds(f"file://{tmp_path}/channel", served)

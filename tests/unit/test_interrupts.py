@@ -1,4 +1,6 @@
-"""Ctrl-C inside `publish`, at any line of our own code: no hang, and every version that follows is what was published."""
+"""Ctrl-C inside `publish`, at any line of our own code: no hang, and every version that follows is what was
+published.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,10 @@ class Interrupts:
         sys.settrace(None)
 
     def _trace(self, frame: Any, event: str, argument: Any) -> Callable[..., Any] | None:
-        if not frame.f_code.co_filename.startswith(ROOT) or threading.current_thread() is not threading.main_thread():
+        if (
+            not frame.f_code.co_filename.startswith(ROOT)
+            or threading.current_thread() is not threading.main_thread()
+        ):
             return None
         if event == "line":
             self.lines += 1
@@ -162,7 +167,9 @@ publisher.close()
 
 
 def test_a_forked_child_is_told_what_to_do_in_one_sentence(tmp_path: Path) -> None:
-    """Its parent's objects are refused, for they have threads that a fork lacks; objects that it makes itself work."""
+    """Its parent's objects are refused, for they have threads that a fork lacks; objects that it makes itself
+    work.
+    """
     command = [sys.executable, "-W", "ignore", "-c", _FORKS, f"file://{tmp_path}/channel"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

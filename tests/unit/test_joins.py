@@ -1,4 +1,6 @@
-"""What the first commands that people try say of a channel that has lost something, and what its replicas say."""
+"""What the first commands that people try say of a channel that has lost something, and what its replicas
+say.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,13 @@ from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores import Store
 
-COMMANDS = [["watch", "--once"], ["watch", "--once", "--json"], ["log"], ["log", "--json"], ["log", "--last", "1"]]
+COMMANDS = [
+    ["watch", "--once"],
+    ["watch", "--once", "--json"],
+    ["log"],
+    ["log", "--json"],
+    ["log", "--last", "1"],
+]
 
 
 @pytest.fixture
@@ -73,7 +81,9 @@ class TestCommands:
         assert code == MissingVersionError.exit_code
         assert key in text.splitlines()[-1]
 
-    def test_without_records_and_with_head_the_record_is_named(self, store: Store, command: list[str]) -> None:
+    def test_without_records_and_with_head_the_record_is_named(
+        self, store: Store, command: list[str]
+    ) -> None:
         key = key_of(store, 4)
         for slot, _ in ChannelReader(store).slots():
             store.delete(slot.key)
@@ -82,7 +92,9 @@ class TestCommands:
         assert key in text.splitlines()[-1]
 
     @pytest.mark.parametrize("left", [keys.HEAD, keys.VERSIONS, keys.REPLICAS])
-    def test_a_deleted_channel_of_which_something_is_left(self, store: Store, command: list[str], left: str) -> None:
+    def test_a_deleted_channel_of_which_something_is_left(
+        self, store: Store, command: list[str], left: str
+    ) -> None:
         beat(store)
         delete_all(store, but=left)
         code, text = said(store, command)
@@ -93,7 +105,9 @@ class TestCommands:
 
 def beat(store: Store, version: int | None = 4) -> None:
     run_id = ChannelReader(store).channel().run_id
-    heartbeat.write(store, Heartbeat(replica_id="r", run_id=run_id, version=version, state="serving", error=None))
+    heartbeat.write(
+        store, Heartbeat(replica_id="r", run_id=run_id, version=version, state="serving", error=None)
+    )
 
 
 @pytest.mark.parametrize("left", [keys.HEAD, keys.VERSIONS, keys.REPLICAS])

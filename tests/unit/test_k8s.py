@@ -16,7 +16,9 @@ FILES = ("replicas.yaml", "router.yaml")
 
 def documents(file: str) -> dict[str, dict[str, Any]]:
     """By kind; each file has one of each."""
-    return {document["kind"]: document for document in yaml.safe_load_all((DEPLOY / "k8s" / file).read_text())}
+    return {
+        document["kind"]: document for document in yaml.safe_load_all((DEPLOY / "k8s" / file).read_text())
+    }
 
 
 @pytest.mark.parametrize("version", ["1.30", kubernetes_validate.latest_version()])
@@ -42,13 +44,19 @@ def test_the_parts_belong_together(file: str) -> None:
     assert template["spec"]["securityContext"]["runAsNonRoot"] is True
     (container,) = template["spec"]["containers"]
     (port,) = container["ports"]
-    assert service["ports"][0].get("targetPort", service["ports"][0]["port"]) in (port["name"], port["containerPort"])
+    assert service["ports"][0].get("targetPort", service["ports"][0]["port"]) in (
+        port["name"],
+        port["containerPort"],
+    )
     assert {mount["name"] for mount in container["volumeMounts"]} == {
         volume["name"] for volume in template["spec"]["volumes"]
     }
     probes = {name: probe["httpGet"] for name, probe in container.items() if name.endswith("Probe")}
     assert all(probe["port"] == port["name"] for probe in probes.values())
-    assert probes["readinessProbe"]["path"] == {"replicas.yaml": "/deltasync/ready", "router.yaml": "/health"}[file]
+    assert (
+        probes["readinessProbe"]["path"]
+        == {"replicas.yaml": "/deltasync/ready", "router.yaml": "/health"}[file]
+    )
 
 
 @pytest.mark.parametrize("file", FILES)
@@ -57,7 +65,8 @@ def test_containers_may_do_as_little_as_they_need(file: str) -> None:
     assert pod["automountServiceAccountToken"] is False
     assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
     (container,) = pod["containers"]
-    assert re.search(r"@sha256:0{64}$", container["image"])  # nothing is pulled before somebody has filled it in
+    # nothing is pulled before somebody has filled it in
+    assert re.search(r"@sha256:0{64}$", container["image"])
     assert container["securityContext"] == {
         "allowPrivilegeEscalation": False,
         "readOnlyRootFilesystem": True,
@@ -69,7 +78,9 @@ def test_what_a_replica_writes_to_is_mounted() -> None:
     pod = documents("replicas.yaml")["Deployment"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     mounts = [mount["mountPath"] for mount in container["volumeMounts"]]
-    home = re.search(r"^ENV HOME=(\S+)$", (DEPLOY / "spaces" / "vllm" / "Dockerfile").read_text(), re.MULTILINE)
+    home = re.search(
+        r"^ENV HOME=(\S+)$", (DEPLOY / "spaces" / "vllm" / "Dockerfile").read_text(), re.MULTILINE
+    )
     settings = {variable["name"]: variable.get("value", "") for variable in container["env"]}
     assert home is not None
     for path in ("/tmp", "/dev/shm", home[1], settings["DELTASYNC_CACHE_DIR"], settings["HF_HOME"]):
@@ -85,7 +96,9 @@ def test_replicas_are_what_the_image_takes() -> None:
     given = {variable["name"] for variable in container["env"]} | secrets
     assert set(re.findall(r"\$\{(\w+):\?", entrypoint)) <= given
     assert f"--port {container['ports'][0]['containerPort']} " in entrypoint
-    claim = found["Deployment"]["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"]["claimName"]
+    claim = found["Deployment"]["spec"]["template"]["spec"]["volumes"][0]["persistentVolumeClaim"][
+        "claimName"
+    ]
     assert claim == found["PersistentVolumeClaim"]["metadata"]["name"]
     assert found["Deployment"]["spec"]["replicas"] > 1
     assert found["PersistentVolumeClaim"]["spec"]["accessModes"] == ["ReadWriteMany"]
@@ -96,7 +109,9 @@ def test_the_router_finds_the_replicas() -> None:
     (container,) = documents("router.yaml")["Deployment"]["spec"]["template"]["spec"]["containers"]
     settings = {variable["name"]: variable["value"] for variable in container["env"]}
     host, port = settings["ROUTER_REPLICAS"].split(":")
-    assert host.split(".")[0] == service["metadata"]["name"] and int(port) == service["spec"]["ports"][0]["port"]
+    assert (
+        host.split(".")[0] == service["metadata"]["name"] and int(port) == service["spec"]["ports"][0]["port"]
+    )
     configuration = (DEPLOY / "router" / "haproxy.cfg").read_text()
     assert all(f"${{{name}}}" in configuration for name in settings)
     assert f"presetenv ROUTER_BIND :{container['ports'][0]['containerPort']}\n" in configuration

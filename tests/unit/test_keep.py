@@ -71,7 +71,9 @@ def test_compactions_are_written_and_give_the_published_bits(store: FaultyStore,
     assert replica.sync() == 14
     assert_same_bits(replica.state_dict(), states[-1])
     fetched = [
-        key.split("/")[0] for operation, key in store.calls if operation == "read" and key.startswith(keys.COMPACTIONS)
+        key.split("/")[0]
+        for operation, key in store.calls
+        if operation == "read" and key.startswith(keys.COMPACTIONS)
     ]
     assert fetched == ["compactions"]
 
@@ -79,7 +81,9 @@ def test_compactions_are_written_and_give_the_published_bits(store: FaultyStore,
 def test_a_compaction_begins_at_the_full_weights_after_a_restart_too(store: FaultyStore) -> None:
     states = run(8)
     for part in (states[:3], states[3:]):
-        with Publisher(store, retention=Retention(compact_every=4), resume=bool(list(store.list("")))) as publisher:
+        with Publisher(
+            store, retention=Retention(compact_every=4), resume=bool(list(store.list("")))
+        ) as publisher:
             for state in part:
                 publisher.publish(state.items()).wait(60)
     assert spans(store) == [(1, 5)]
@@ -95,7 +99,8 @@ def test_a_compaction_has_the_bits_of_its_version_while_later_ones_are_published
     with Publisher(store, retention=Retention(compact_every=2)) as publisher:
         publisher.publish(states[0].items()).wait(60)
         publisher.publish(states[1].items()).wait(60)
-        gate = store.hold_at("read", keys.slot(1, "")[: -len(".safetensors")])  # which the compaction looks for first
+        # which the compaction looks for first
+        gate = store.hold_at("read", keys.slot(1, "")[: -len(".safetensors")])
         for state in states[2:]:
             publisher.publish(state.items()).wait(60)
         assert gate.entered.wait(60)
@@ -142,7 +147,9 @@ def test_after_a_version_that_is_lost_compactions_begin_at_the_new_full_weights(
         assert_compaction_gives(store, [states[0], *states[2:]], base, version)
 
 
-def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_old_versions_are_forgotten_and_their_bytes_deleted(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deltasync.ops.compactor._LEAST_BETWEEN", 4)
     monkeypatch.setattr("deltasync.publish.encode.INLINE_BYTES", 0)
     states = run(30)
@@ -155,7 +162,9 @@ def test_old_versions_are_forgotten_and_their_bytes_deleted(store: FaultyStore, 
     assert left[-1] == 30
     assert 4 <= len(left) <= 14
     files = [keys.file_of(info.key) for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix)]
-    assert {file.version for file in files if file is not None} <= {slot.version for slot, _ in ChannelReader(store).slots()}
+    assert {file.version for file in files if file is not None} <= {
+        slot.version for slot, _ in ChannelReader(store).slots()
+    }
     replica = Replica(store)
     for version in left[-4:]:
         assert replica.sync(version) == version

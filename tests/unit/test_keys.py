@@ -12,11 +12,15 @@ EPOCH = "000003-9f8e7d6c"
 def test_keys_are_as_the_page_has_them() -> None:
     assert keys.slot(42_137, EPOCH) == "versions/0000042/0000042137.000003-9f8e7d6c.safetensors"
     assert (
-        f"{keys.parts_folder(42_137, EPOCH)}/{keys.part(0, 1)}" == "parts/0000042137.000003-9f8e7d6c.0/000-00001.safetensors"
+        f"{keys.parts_folder(42_137, EPOCH)}/{keys.part(0, 1)}"
+        == "parts/0000042137.000003-9f8e7d6c.0/000-00001.safetensors"
     )
     assert keys.anchor_folder(42_100, EPOCH) == "anchors/0000042100.000003-9f8e7d6c.0"
     assert keys.anchor_folder(42_100, EPOCH, 2) == "anchors/0000042100.000003-9f8e7d6c.2"
-    assert keys.compaction(42_096, 42_104, EPOCH) == "compactions/0000042096-0000042104.000003-9f8e7d6c.safetensors"
+    assert (
+        keys.compaction(42_096, 42_104, EPOCH)
+        == "compactions/0000042096-0000042104.000003-9f8e7d6c.safetensors"
+    )
     assert keys.epoch_document(EPOCH) == "epochs/000003-9f8e7d6c.json"
     assert keys.probe(EPOCH) == "probe/000003-9f8e7d6c"
     assert keys.replica("host-1") == "replicas/host-1.json"
@@ -33,7 +37,11 @@ def test_what_a_key_tells_is_what_it_was_made_of(version: int) -> None:
     assert (keys.shortcut_of(announced), keys.compaction_of(announced)) == (Slot(version, EPOCH, 0), None)
     if version > 1:
         compaction = keys.compaction(version - 1, version, EPOCH)
-        assert keys.compaction_of(compaction) == keys.shortcut_of(compaction) == Slot(version, EPOCH, version - 1)
+        assert (
+            keys.compaction_of(compaction)
+            == keys.shortcut_of(compaction)
+            == Slot(version, EPOCH, version - 1)
+        )
     assert keys.file_of(f"{keys.parts_folder(version, EPOCH, 7)}/{keys.part(12, 3)}") == Slot(version, EPOCH)
     assert keys.file_of(f"{keys.anchor_folder(version, EPOCH)}/config.json") == Slot(version, EPOCH)
     assert keys.epoch_of(keys.epoch_document(EPOCH)) == EPOCH
@@ -80,7 +88,9 @@ def test_other_keys_tell_nothing(key: str) -> None:
 def test_no_two_epochs_have_one_name() -> None:
     names = {keys.new_epoch(7) for _ in range(100)}
     assert len(names) == 100
-    assert all(keys.epoch_of(keys.epoch_document(name)) == name and keys.epoch_number(name) == 7 for name in names)
+    assert all(
+        keys.epoch_of(keys.epoch_document(name)) == name and keys.epoch_number(name) == 7 for name in names
+    )
     author = keys.new_author()
     assert keys.slot_of(keys.slot(1, author)) and author.startswith(keys.TOOL) and author < min(names)
 

@@ -144,7 +144,9 @@ class TestSuspended:
         first = a.publish().version
         other = f"{a.log.epoch[:7]}ffffffff"
         key = keys.epoch_document(other)
-        opening = EpochDocument(run_id=a.log.run_id, epoch=other, continues=first, writer="b", created_at=documents.now())
+        opening = EpochDocument(
+            run_id=a.log.run_id, epoch=other, continues=first, writer="b", created_at=documents.now()
+        )
         data = documents.encode(opening)
         leased.store.put(key, data if signer is None else signer.seal(key, data))
         leased.journal.hold(key, leased.store.read(key, 1 << 20))
@@ -154,7 +156,9 @@ class TestSuspended:
         assert [slot.version for slot, _ in ChannelReader(leased.store).slots()] == [1]
 
     def test_a_request_later_than_is_assumed_costs_a_fork_and_no_object(self, leased: Place) -> None:
-        """A zombie: it has looked, and its request takes effect long after the next writer has settled. It learns of it."""
+        """A zombie: it has looked, and its request takes effect long after the next writer has settled. It
+        learns of it.
+        """
         store = leased.writer()
         a = Script(store)
         first = a.publish().version
@@ -179,12 +183,15 @@ class TestSuspended:
         assert third.record.base == second.version
         assert history(leased.store) == [first, second.version, third.version]
 
-    def test_a_look_that_took_too_long_counts_for_nothing(self, leased: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_look_that_took_too_long_counts_for_nothing(
+        self, leased: Place, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         store = leased.writer()
         a = Script(store)
         a.publish()
         store.calls.clear()
-        # Two looks, each by its beginning and its end: the first one is too old, or the clock was set back meanwhile.
+        # Two looks, each by its beginning and its end: the first one is too old, or the clock was set back
+        # meanwhile.
         for times in ([0.0, 9.0, 10.0, 10.001, 10.002], [9.0, 0.0, 10.0, 10.001, 10.002]):
             ticks = iter([100.0, *times])
             monkeypatch.setattr(log_module, "boot_s", lambda ticks=ticks: next(ticks))
@@ -202,7 +209,11 @@ class TestSuspended:
         store.calls.clear()
         store.fail_at("put", keys.VERSIONS, after=True)
         a.publish()
-        order = [call[1][:7] for call in store.calls if call == ("list", keys.EPOCHS) or call[1].startswith(keys.VERSIONS)]
+        order = [
+            call[1][:7]
+            for call in store.calls
+            if call == ("list", keys.EPOCHS) or call[1].startswith(keys.VERSIONS)
+        ]
         assert order == ["epochs/", "version", "epochs/", "version"]
 
 
@@ -246,14 +257,19 @@ class TestFolds:
     def test_they_name_both_ends(self, anywhere: Place) -> None:
         a = anywhere.script("a")
         found = [a.publish(str(number)) for number in range(3)]
-        part = a.log.put_file(keys.parts_folder(3, a.log.epoch, 7), "000-00001.safetensors", b"a compaction's")
+        part = a.log.put_file(
+            keys.parts_folder(3, a.log.epoch, 7), "000-00001.safetensors", b"a compaction's"
+        )
         delta = Delta(codec="packed", changed=1, parts=[part])
         compaction = a.log.shortcut(found[2].version, "1" * 16, None, base=found[0].version, delta=delta)
         anchor = found[0].record.anchor
         assert anchor is not None
         announced = a.log.shortcut(found[0].version, "2" * 16, None, anchor=anchor)
         reader = ChannelReader(anywhere.store)
-        for each, base, version in ((compaction, found[0].version, found[2].version), (announced, None, found[0].version)):
+        for each, base, version in (
+            (compaction, found[0].version, found[2].version),
+            (announced, None, found[0].version),
+        ):
             read = reader.stored(each.key, each.sha256)
             assert (read.record, read.version, read.record.base) == (each.record, version, base)
         assert {info.key for _, info in reader.shortcuts()} == {compaction.key, announced.key}
@@ -293,7 +309,9 @@ class TestBounds:
     def test_a_record_that_is_too_large(self, created: Script) -> None:
         folder = keys.anchor_folder(1, created.log.epoch)
         files = [File(key=f"{folder}/{number}", bytes=0, sha256="0" * 64) for number in range(50_000)]
-        with pytest.raises(ConfigError, match=r"versions/0000000/0000000001\S* has [\d,]+ bytes; this channel allows 5,2"):
+        with pytest.raises(
+            ConfigError, match=r"versions/0000000/0000000001\S* has [\d,]+ bytes; this channel allows 5,2"
+        ):
             created.log.append(self.document(created, anchor=Anchor(directory=folder, files=files)), None)
 
     def test_what_readers_would_refuse(self, created: Script) -> None:
@@ -315,7 +333,9 @@ def test_a_payload_goes_into_the_record(anywhere: Place) -> None:
     new = np.zeros(spec.element_count, np.uint16)
     new[index_K] = new_K
     changes = tensors.Delta(tensors.Layout(_specs()), {2: tensors.Sparse(index_K, new_K)})
-    payload = codec.get("raw").encode(changes, lambda _: (new, 0), {"w": 0xAB}, log.next_version, log.next_version - 1)
+    payload = codec.get("raw").encode(
+        changes, lambda _: (new, 0), {"w": 0xAB}, log.next_version, log.next_version - 1
+    )
     document = Record(
         run_id=log.run_id,
         kind="delta",

@@ -1,4 +1,5 @@
-"""The table of mistakes: each raises an error of a class, with one sentence that names the thing and the cure.
+"""The table of mistakes: each raises an error of a class, with one sentence that names the thing and the
+cure.
 
 None of them publishes, follows or changes anything.
 """
@@ -99,12 +100,21 @@ def test_a_publishers_setting(memory_url: str, name: str) -> None:
 
 STREAMS: dict[str, tuple[Any, str]] = {
     "nothing": (None, "takes a module, a mapping of names to tensors, or pairs of name and tensor, not None"),
-    "a tensor": (torch.zeros(3), "takes a module, a mapping of names to tensors, or pairs of name and tensor, not a Tensor"),
-    "text": ("weights", "takes a module, a mapping of names to tensors, or pairs of name and tensor, not 'weights'"),
+    "a tensor": (
+        torch.zeros(3),
+        "takes a module, a mapping of names to tensors, or pairs of name and tensor, not a Tensor",
+    ),
+    "text": (
+        "weights",
+        "takes a module, a mapping of names to tensors, or pairs of name and tensor, not 'weights'",
+    ),
     "names alone": (["weight"], "reads pairs of name and tensor, not 'weight'"),
     "tensors alone": ([torch.zeros(3)], "reads pairs of name and tensor, not a Tensor"),
     "triples": ([("weight", torch.zeros(3), 1)], "reads pairs of name and tensor"),
-    "arrays of numpy": ({"weight": np.zeros(3)}, "weight is a ndarray, not a torch.Tensor; torch.from_numpy makes one"),
+    "arrays of numpy": (
+        {"weight": np.zeros(3)},
+        "weight is a ndarray, not a torch.Tensor; torch.from_numpy makes one",
+    ),
     "a list": ({"weight": [1.0, 2.0]}, "weight is a list, not a torch.Tensor"),
     "a name that is none": ([(1, torch.zeros(3))], "Names of tensors are strings, not 1."),
     "a name twice": ([("w", torch.zeros(3)), ("w", torch.zeros(3))], "held w twice"),
@@ -132,7 +142,9 @@ def test_what_can_be_published(memory_url: str, given: Any) -> None:
 
 
 def test_a_module_can_be_published(memory_url: str) -> None:
-    """By its parameters and the buffers that are saved, tied ones once by each name, as `state_dict()` has them."""
+    """By its parameters and the buffers that are saved, tied ones once by each name, as `state_dict()` has
+    them.
+    """
     module = torch.nn.BatchNorm1d(3)
     with Publisher(memory_url, dtype="keep") as publisher:
         publisher.publish(module).wait(timeout_s=60)
@@ -141,7 +153,13 @@ def test_a_module_can_be_published(memory_url: str) -> None:
     assert replica.state_dict().keys() == module.state_dict().keys()
 
 
-STEPS: dict[str, Any] = {"text": "3", "a fraction": 2.5, "truth": True, "too large": 1 << 70, "a tensor": torch.tensor(1.5)}
+STEPS: dict[str, Any] = {
+    "text": "3",
+    "a fraction": 2.5,
+    "truth": True,
+    "too large": 1 << 70,
+    "a tensor": torch.tensor(1.5),
+}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -189,7 +207,11 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
     "log of another scheme": (["log", "ftp://x"], 3, "Not a channel URL"),
     "log of a directory that is not there": (["log", "{tmp}/no"], 5, "/no holds no channel yet."),
     "log of another directory": (["log", "{tmp}"], 5, "holds no channel"),
-    "watch of a directory that is not there": (["watch", "{tmp}/no", "--once"], 5, "/no holds no channel yet."),
+    "watch of a directory that is not there": (
+        ["watch", "{tmp}/no", "--once"],
+        5,
+        "/no holds no channel yet.",
+    ),
     "dashboard of a directory that is not there": (
         ["watch", "{tmp}/no", "--out", "{tmp}/page.html"],
         5,
@@ -206,7 +228,11 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
     ),
     "log of another object": (["log", "{channel}", "head.json"], 3, "neither a version"),
     "export of version zero": (["export", "{channel}", "0", "{tmp}/x"], 2, "neither a version nor"),
-    "export of a version that is not there": (["export", "{channel}", "60", "{tmp}/x"], 5, "Version 60 is not published"),
+    "export of a version that is not there": (
+        ["export", "{channel}", "60", "{tmp}/x"],
+        5,
+        "Version 60 is not published",
+    ),
     "check of nothing": (["check", "{tmp}/no"], 5, "holds no channel yet"),
     "repair of nothing": (["repair", "{tmp}/no"], 5, "from a copy of the channel"),
     "repair from nowhere": (["repair", "{channel}", "--from", "/nowhere"], 3, "neither the URL"),
@@ -216,7 +242,11 @@ COMMANDS: dict[str, tuple[list[str], int, str]] = {
     "gc with a time that is none": (["gc", "{channel}", "--grace", "soon"], 2, "not a duration"),
     "copy onto itself": (["relay", "{channel}", "{channel}", "--once"], 3, "is both source and target"),
     "keygen over a key": (["keygen", "{tmp}/file"], 3, "file"),
-    "serve from memory": (["serve", "model", "--channel", "memory://run", "--dry-run"], 3, "one process only"),
+    "serve from memory": (
+        ["serve", "model", "--channel", "memory://run", "--dry-run"],
+        3,
+        "one process only",
+    ),
     "doctor of a size that is none": (["doctor", "{channel}", "--model", "big"], 2, "600M, 8B or 1T"),
 }
 
@@ -239,16 +269,30 @@ def test_a_command(tmp_path: Path, name: str) -> None:
 
 RUN = "0123456789abcdef"
 SERVERS: dict[str, tuple[dict[str, Any] | int, list[str], str]] = {
-    "no deltasync in it": (404, ["policy"], "Start the server with DELTASYNC_CHANNEL and --worker-extension-cls"),
+    "no deltasync in it": (
+        404,
+        ["policy"],
+        "Start the server with DELTASYNC_CHANNEL and --worker-extension-cls",
+    ),
     "a model by its path": ({}, ["../b/tiny"], "serves the model ../b/tiny, and the trainer asks for policy"),
     "a model by another name": ({}, ["tiny", "other"], "Start the server with --served-model-name policy"),
-    "raw log probabilities": ({"logprobs_mode": "raw_logits"}, ["policy"], "--logprobs-mode processed_logprobs"),
-    "another run": ({"run_id": "other", "channel": "s3://b/old"}, ["policy"], "Restart the server with DELTASYNC_CHANNEL"),
+    "raw log probabilities": (
+        {"logprobs_mode": "raw_logits"},
+        ["policy"],
+        "--logprobs-mode processed_logprobs",
+    ),
+    "another run": (
+        {"run_id": "other", "channel": "s3://b/old"},
+        ["policy"],
+        "Restart the server with DELTASYNC_CHANNEL",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_a_server_that_training_generates_on(memory_url: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_training_generates_on(
+    memory_url: str, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is refused before the first batch, or, where only its heartbeat shows it, with the first version."""
     answer, models, said = SERVERS[name]
     monkeypatch.setattr(heartbeat, "_CONFIRM_S", 0.2)
@@ -256,8 +300,12 @@ def test_a_server_that_training_generates_on(memory_url: str, name: str, monkeyp
     status.answer, status.models = answer, models
     try:
         with pytest.raises(ConfigError) as caught:
-            server.check(SimpleNamespace(**DEFAULTS), MODEL, status.url, compares=True, name="policy", wait_s=0.1)
-            heartbeat.wait_for(open_store(memory_url), RUN, 1, {1: "0" * 64}, 30.0, [status.url], required=True)
+            server.check(
+                SimpleNamespace(**DEFAULTS), MODEL, status.url, compares=True, name="policy", wait_s=0.1
+            )
+            heartbeat.wait_for(
+                open_store(memory_url), RUN, 1, {1: "0" * 64}, 30.0, [status.url], required=True
+            )
     finally:
         status.close()
     assert said in str(caught.value) and status.url in str(caught.value)
@@ -298,7 +346,10 @@ def test_a_store_that_hangs(tmp_path: Path, name: str, monkeypatch: pytest.Monke
     monkeypatch.setattr("deltasync.stores.open_store", lambda url: Hanging(open_store(url)))
     words = [word.format(tmp=tmp_path) for word in HANGING[name]]
     CliRunner().invoke(main, [name, "memory://hangs", *words])
-    assert "at memory://hangs has not finished after 0.05 s; the command waits. Ctrl-C ends it; `deltasync" in lines[0]
+    assert (
+        "at memory://hangs has not finished after 0.05 s; the command waits. Ctrl-C ends it; `deltasync"
+        in lines[0]
+    )
 
 
 def test_a_store_that_hangs_is_reported_within_five_seconds() -> None:

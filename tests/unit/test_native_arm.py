@@ -48,7 +48,15 @@ int main(void) {
 
 
 def compile_for_arm(*words: str) -> None:
-    flags = ["-std=c11", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", "-DPy_LIMITED_API=0x030B0000"]
+    flags = [
+        "-std=c11",
+        "-O1",
+        "-Wall",
+        "-Wextra",
+        "-Werror",
+        "-Wno-unused-function",
+        "-DPy_LIMITED_API=0x030B0000",
+    ]
     headers = ["-I", sysconfig.get_paths()["include"], "-I", str(SOURCE.parent)]
     subprocess.run([COMPILER, *flags, *headers, *words], check=True, timeout=300)
 

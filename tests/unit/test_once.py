@@ -1,4 +1,6 @@
-"""A version's bytes are serialized, hashed and parsed once on the way out, and hashed and parsed once on the way in."""
+"""A version's bytes are serialized, hashed and parsed once on the way out, and hashed and parsed once on the
+way in.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._digest, name)
 
-    def size_of_result(what: str, function: Callable[..., Any], size: Callable[[Any], int]) -> Callable[..., Any]:
+    def size_of_result(
+        what: str, function: Callable[..., Any], size: Callable[[Any], int]
+    ) -> Callable[..., Any]:
         def counting(*arguments: Any, **named: Any) -> Any:
             result = function(*arguments, **named)
             found[what] += size(result)
@@ -47,7 +51,9 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 
     monkeypatch.setattr(hashlib, "sha256", Counting)
     monkeypatch.setattr(base.Encoded, "to_bytes", size_of_result("payload made", base.Encoded.to_bytes, len))
-    monkeypatch.setattr(record, "encode", size_of_result("record made", record.encode, lambda stored: stored.size))
+    monkeypatch.setattr(
+        record, "encode", size_of_result("record made", record.encode, lambda stored: stored.size)
+    )
 
     def parse(start: int, header: Any, size: int) -> Any:
         found["parsed"] += size
@@ -82,8 +88,12 @@ def test_bytes_are_handled_once_on_each_side(memory_url: str, counted: Counter[s
                 assert receipt.payload_bytes <= counted[what] < receipt.payload_bytes + _SMALL, what
 
 
-def test_a_small_model_is_not_paid_for_tensor_by_tensor(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Entries become a file once, tables are kept, and positions are not searched once more for each tensor."""
+def test_a_small_model_is_not_paid_for_tensor_by_tensor(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Entries become a file once, tables are kept, and positions are not searched once more for each
+    tensor.
+    """
     calls, found = Counter[str](), dict[int, Counter[str]]()
 
     def counting(what: str, function: Callable[..., Any]) -> Callable[..., Any]:

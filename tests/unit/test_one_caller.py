@@ -1,4 +1,6 @@
-"""One method of a publisher runs at a time, and one step of a replica: other calls are refused, and change nothing."""
+"""One method of a publisher runs at a time, and one step of a replica: other calls are refused, and change
+nothing.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def test_a_stream_that_calls_its_publisher_is_refused_and_the_version_is_what_it
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_an_error_of_a_nested_call_ends_the_publish_as_any_error_of_its_stream_does(memory_url: str, call: str) -> None:
+def test_an_error_of_a_nested_call_ends_the_publish_as_any_error_of_its_stream_does(
+    memory_url: str, call: str
+) -> None:
     weights = builders.weights()
     with Publisher(memory_url) as publisher:
         builders.publish(publisher, weights)
@@ -113,7 +117,9 @@ def test_a_receipt_is_waited_for_in_any_thread_while_others_publish(memory_url: 
 
 
 def test_threads_that_publish_at_once_leave_a_channel_of_whole_versions(memory_url: str) -> None:
-    states = {thread: {f"t{n}": torch.full((40, 40), 10.0 * thread) for n in range(5)} for thread in range(1, 4)}
+    states = {
+        thread: {f"t{n}": torch.full((40, 40), 10.0 * thread) for n in range(5)} for thread in range(1, 4)
+    }
     publisher, counts = Publisher(memory_url), {"done": 0, "refused": 0}
     interval_s = sys.getswitchinterval()
 
@@ -142,11 +148,15 @@ def test_threads_that_publish_at_once_leave_a_channel_of_whole_versions(memory_u
     for version in range(1, publisher.version + 1):
         replica = Replica(memory_url)
         replica.sync(version)
-        assert len({float(value) for tensor in replica.state_dict().values() for value in tensor.flatten()}) == 1
+        assert (
+            len({float(value) for tensor in replica.state_dict().values() for value in tensor.flatten()}) == 1
+        )
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGUSR1"), reason="this system has no such signal")
-def test_a_signal_handler_that_publishes_is_refused_inside_of_publish_and_served_elsewhere(memory_url: str) -> None:
+def test_a_signal_handler_that_publishes_is_refused_inside_of_publish_and_served_elsewhere(
+    memory_url: str,
+) -> None:
     weights, told = builders.weights(), []
     publisher = Publisher(memory_url)
 

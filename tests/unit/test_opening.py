@@ -1,4 +1,6 @@
-"""One writer after another, where the store decides who may write and where it does not. No key ever gets two contents."""
+"""One writer after another, where the store decides who may write and where it does not. No key ever gets two
+contents.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class TestDamage:
         first = quick.script("a").publish()
         epoch = "000007-00000000"
         stray = VersionId(41, epoch, "0" * 64)
-        opening = EpochDocument(run_id="other", epoch=epoch, continues=stray, writer="", created_at=documents.now())
+        opening = EpochDocument(
+            run_id="other", epoch=epoch, continues=stray, writer="", created_at=documents.now()
+        )
         quick.damage(keys.epoch_document(epoch), documents.encode(opening))
         b = quick.script("b")
         assert b.tip == first.version
@@ -98,7 +102,9 @@ class TestJunk:
         assert b.end is None
         assert b.publish().record.version == 3
 
-    def test_an_end_whose_record_is_junk_is_the_one_that_a_signed_shortcut_names(self, tmp_path: Path) -> None:
+    def test_an_end_whose_record_is_junk_is_the_one_that_a_signed_shortcut_names(
+        self, tmp_path: Path
+    ) -> None:
         """All between was forgotten: the version before the junk is known by a compaction only."""
         store = open_store(f"memory://{uuid.uuid4().hex}")
         new_key(tmp_path / "key", "test")
@@ -175,7 +181,9 @@ class TestWhatIsRefused:
 
 
 class TestListingsThatLie:
-    """No listing rewinds a channel: what channel.json, head.json and the records themselves tell counts more."""
+    """No listing rewinds a channel: what channel.json, head.json and the records themselves tell counts
+    more.
+    """
 
     def test_a_channel_without_its_description_is_not_begun_anew(self, quick: Place) -> None:
         first = quick.script("a", resume=False)

@@ -1,4 +1,6 @@
-"""A publisher that resumes may hand over its tensors in another order: positions count by the channel's table."""
+"""A publisher that resumes may hand over its tensors in another order: positions count by the channel's
+table.
+"""
 
 from __future__ import annotations
 

@@ -120,7 +120,9 @@ def test_rollouts_are_told_what_is_served_and_at_once_when_that_changes(fleet: F
     assert told == [11, 11, 12, 13]
 
 
-def test_a_version_that_two_publishes_share_is_counted_as_the_first_until_both_are_served(fleet: Fleet) -> None:
+def test_a_version_that_two_publishes_share_is_counted_as_the_first_until_both_are_served(
+    fleet: Fleet,
+) -> None:
     pace = Pace(fleet.wait_for, 2)
     told: list[int] = []
     fleet.serve(1)

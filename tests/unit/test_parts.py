@@ -61,7 +61,9 @@ def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torc
     [(name, [[0, 7, 50], [60, 99]]) for name in ("packed", "context", "raw")]
     + [(name, [[0, 50, 99], [7, 60]]) for name in ("packed", "raw")],
 )
-def test_a_tensor_may_be_in_several_payloads(memory_url: str, codec_name: str, parts: list[list[int]]) -> None:
+def test_a_tensor_may_be_in_several_payloads(
+    memory_url: str, codec_name: str, parts: list[list[int]]
+) -> None:
     new = split(memory_url, codec_name, [(indices, 0) for indices in parts])
     replica = Replica(memory_url)
     replica.sync(1)
@@ -83,18 +85,24 @@ def test_a_tensor_may_be_in_several_payloads(memory_url: str, codec_name: str, p
     ],
     ids=["an element twice", "one within the other", "another fingerprint"],
 )
-def test_payloads_that_contradict_each_other_are_refused(memory_url: str, codec_name: str, parts: list) -> None:
+def test_payloads_that_contradict_each_other_are_refused(
+    memory_url: str, codec_name: str, parts: list
+) -> None:
     split(memory_url, codec_name, parts)
     replica = Replica(memory_url)
     replica.sync(1)
-    with pytest.raises((CorruptDataError, MissingVersionError), match=r"contradicts|changes more elements than"):
+    with pytest.raises(
+        (CorruptDataError, MissingVersionError), match=r"contradicts|changes more elements than"
+    ):
         replica.sync(2)
     assert replica.version == 1
     assert_same_bits(replica.state_dict(), {"w": torch.zeros(100, dtype=torch.int16)})
 
 
 def test_closing_what_is_read_ahead_waits_for_no_thread() -> None:
-    """The collector closes what was dropped, maybe where the end of a thread needs a lock that is held: never wait there."""
+    """The collector closes what was dropped, maybe where the end of a thread needs a lock that is held: never
+    wait there.
+    """
     go_on, entered, asked = threading.Event(), threading.Event(), []
 
     def action(item: int) -> int:

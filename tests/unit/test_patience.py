@@ -62,7 +62,9 @@ def test_while_a_version_waits_encoding_takes_a_twentieth_of_the_time(
             faulty.heal()
             publisher.flush()
             assert not store.is_behind()
-        first, second = (record.getMessage() for record in caplog.records if record.name.startswith("trl_callback"))
+        first, second = (
+            record.getMessage() for record in caplog.records if record.name.startswith("trl_callback")
+        )
         assert "has not stored version 2 for" in first
         assert "has stored all versions" in second
 

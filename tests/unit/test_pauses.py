@@ -126,7 +126,9 @@ def test_it_is_afterwards_as_before(already: bool, calls: list[str]) -> None:
                     for call in calls:
                         is_last = call == calls[-1] and not fails
                         await pauses.exchange_all([call], "7" if is_last else None)
-                        assert engine.is_off is (already or not is_last), "the last call has resumed by itself"
+                        assert engine.is_off is (already or not is_last), (
+                            "the last call has resumed by itself"
+                        )
                     if fails:
                         raise StageError
             except StageError:
@@ -147,7 +149,9 @@ def test_an_engine_with_a_step_under_way_exchanges_once_it_has_ended(fails: bool
         deltasync_paused=False,
         is_scheduler_paused=lambda: False,
         pause_scheduler=lambda **_: pausing,
-        collective_rpc=lambda *call: events.append("commit") or [{"error": {}} if fails else {"result": None}],  # type: ignore[func-returns-value]
+        collective_rpc=lambda *call: (
+            events.append("commit") or [{"error": {}} if fails else {"result": None}]
+        ),  # type: ignore[func-returns-value]
         set_weight_version=events.append,
         resume_scheduler=lambda: events.append("resume"),
         deltasync_wakeup=b"wake up",
@@ -164,7 +168,9 @@ def test_an_engine_with_a_step_under_way_exchanges_once_it_has_ended(fails: bool
 
 def test_a_pause_that_fails_is_said_to_whoever_commits() -> None:
     pausing: Future[None] = Future()
-    core = SimpleNamespace(deltasync_paused=False, is_scheduler_paused=lambda: False, pause_scheduler=lambda **_: pausing)
+    core = SimpleNamespace(
+        deltasync_paused=False, is_scheduler_paused=lambda: False, pause_scheduler=lambda **_: pausing
+    )
     exchanged = exchange_here(core, ["commit", True], "7", recomputes=False, resumes=None)
     pausing.set_exception(RuntimeError("no device"))
     assert isinstance(exchanged, Future)
@@ -297,7 +303,17 @@ def test_a_commit_waits_for_replies_of_one_version_and_they_for_it() -> None:
         await frozen
         return done
 
-    assert asyncio.run(body()) == ["first", "pause", "commit", "7", "resume", "second", "commit", "7", "frozen"]
+    assert asyncio.run(body()) == [
+        "first",
+        "pause",
+        "commit",
+        "7",
+        "resume",
+        "second",
+        "commit",
+        "7",
+        "frozen",
+    ]
 
 
 def test_a_commit_waits_for_replies_only_so_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,9 @@ def test_a_pin_is_read_and_said(text: str, pin: int | None) -> None:
     assert ReplicaSettings(pin=text).pin == text
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "every 10", "2 behind", "7 ahead", "1" * 19, "\N{FULLWIDTH DIGIT SEVEN}"])
+@pytest.mark.parametrize(
+    "text", ["", "0", "-1", "every 10", "2 behind", "7 ahead", "1" * 19, "\N{FULLWIDTH DIGIT SEVEN}"]
+)
 def test_what_is_no_pin_is_refused_in_one_sentence(text: str) -> None:
     with pytest.raises(ConfigError, match="newest or a version"):
         parse_pin(text)

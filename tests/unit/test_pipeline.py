@@ -62,7 +62,9 @@ def in_groups(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("in_parts")
-def test_parts_go_up_while_later_ones_are_encoded(store: FaultyStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_go_up_while_later_ones_are_encoded(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first, second = states(2)
     with Publisher(store, codec="packed") as publisher:
         publisher.publish(first.items()).wait(60)
@@ -80,7 +82,8 @@ def test_parts_go_up_while_later_ones_are_encoded(store: FaultyStore, monkeypatc
         gate.opened.set()
         receipt.wait(60)
         assert receipt.payload_bytes > 0
-    assert on_its_way == [False] + [True] * (MANY - 1)  # the first part is on its way before the next one is encoded
+    # the first part is on its way before the next one is encoded
+    assert on_its_way == [False] + [True] * (MANY - 1)
     assert len([info for info in store.list(keys.PARTS)]) == MANY
     assert_holds(store, second, 2)
 
@@ -180,7 +183,9 @@ def test_versions_that_are_published_while_the_first_is_stored_have_their_bits(
     for number, weights in enumerate(versions, 1):
         assert_holds(store, weights, number)
     nan = [record.getMessage() for record in caplog.records if "NaN" in record.getMessage()]
-    assert len(nan) == 1 and nan[0].startswith(f"Version 1 is published as it is, but has NaN in 1 tensors: w{MANY - 1}.")
+    assert len(nan) == 1 and nan[0].startswith(
+        f"Version 1 is published as it is, but has NaN in 1 tensors: w{MANY - 1}."
+    )
 
 
 @pytest.mark.parametrize("held", ["before", "after"])
@@ -216,7 +221,8 @@ def test_an_anchor_that_reads_a_tensor_holds_no_publish_and_has_the_bits_of_its_
 
 def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(limits, "WEIGHT_FILE_BYTES", 1)
-    monkeypatch.setattr(reader, "_PART_BYTES", 1 << 19)  # old bits that are wanted at once, by default more than this model
+    # old bits that are wanted at once, by default more than this model
+    monkeypatch.setattr(reader, "_PART_BYTES", 1 << 19)
     versions = states(4, elements=1 << 20, fraction=0.01, tensors=3 * MANY)  # 2 MiB each
     weight_bytes = sum(tensor.nbytes for tensor in versions[0].values())
     with Publisher(f"file://{tmp_path}", anchor_every=2) as publisher:
@@ -230,7 +236,8 @@ def test_no_second_copy_of_the_model_is_made(tmp_path: Path, monkeypatch: pytest
             _, peak_bytes = tracemalloc.get_traced_memory()
         finally:
             tracemalloc.stop()
-    # Three weight files, two of them on their way to the store, and what the next version is encoded with beside them.
+    # Three weight files, two of them on their way to the store, and what the next version is encoded with
+    # beside them.
     assert peak_bytes < weight_bytes / 2
     assert_holds(open_store(f"file://{tmp_path}"), versions[-1], 4)
 
@@ -244,7 +251,10 @@ def altered(delta: Delta, change: Callable[[np.ndarray, np.ndarray], tuple[np.nd
     (at_K, step_K), (_, first, last) = delta.steps[2], delta.layout.span("w3")
     low, high = np.searchsorted(at_K, (first, last))
     at_3, step_3 = change(at_K[low:high], step_K[low:high])
-    arrays = (np.concatenate((all_K[:low], other, all_K[high:])) for all_K, other in ((at_K, at_3), (step_K, step_3)))
+    arrays = (
+        np.concatenate((all_K[:low], other, all_K[high:]))
+        for all_K, other in ((at_K, at_3), (step_K, step_3))
+    )
     return Delta(delta.layout, {2: Sparse(*arrays)})
 
 
@@ -313,7 +323,9 @@ def test_connections_that_were_idle_are_opened_again_at_the_beginning_of_a_publi
             publisher._uploader._used_s -= idle_s  # type: ignore[union-attr]
             store.calls.clear()
 
-            def stream(weights: Weights = weights, reads: int = int(idle_s > 0)) -> Iterator[tuple[str, torch.Tensor]]:
+            def stream(
+                weights: Weights = weights, reads: int = int(idle_s > 0)
+            ) -> Iterator[tuple[str, torch.Tensor]]:
                 while store.calls.count(("read", keys.HEAD)) < reads:
                     time.sleep(0.001)
                 yield from weights.items()

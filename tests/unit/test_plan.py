@@ -80,7 +80,9 @@ class TestFolds:
         slots = [keys.slot(number, channel.epoch) for number in (2, 21, 22)]
         assert read == {keys.compaction(2, 19, channel.epoch), *slots}
 
-    @pytest.mark.parametrize("damage", ["bytes", "missing", "wrong bits", "other run", "other version", "other base"])
+    @pytest.mark.parametrize(
+        "damage", ["bytes", "missing", "wrong bits", "other run", "other version", "other base"]
+    )
     def test_a_bad_compaction_is_passed_by(self, store: FaultyStore, damage: str) -> None:
         channel = made(store, 20)
         base, version, other = (identity(store, number) for number in (2, 19, 4))
@@ -161,7 +163,9 @@ class TestBatches:
         monkeypatch.setattr(limits, "BATCH_BYTES", sum(sizes[:records]))
         assert len(Cursor(reader).next(identity(store, 1))) == records
 
-    def test_a_version_in_a_batch_that_does_not_give_its_bits_is_found_and_passed_by(self, store: FaultyStore) -> None:
+    def test_a_version_in_a_batch_that_does_not_give_its_bits_is_found_and_passed_by(
+        self, store: FaultyStore
+    ) -> None:
         channel = made(store, 6)
         base = channel.tip
         assert base is not None
@@ -176,7 +180,9 @@ class TestBatches:
             channel.delta(trained(channel.bits[channel.tip.sha256], seed))
         channel.head()
         replica = at(store, 1)
-        with pytest.raises(MissingVersionError, match=r"Cannot reach version .* from version 6.*published bits"):
+        with pytest.raises(
+            MissingVersionError, match=r"Cannot reach version .* from version 6.*published bits"
+        ):
             replica.sync(7)
         assert replica.version == 6
         assert_same_bits(replica.state_dict(), channel.bits[base.sha256])
@@ -188,7 +194,9 @@ class TestBatches:
         assert torch.equal(replica.state_dict()["ids"], channel.bits[channel.tip.sha256]["ids"])
 
 
-def test_a_version_that_only_a_compaction_shows_to_be_anothers_is_left_for_full_weights(memory_url: str) -> None:
+def test_a_version_that_only_a_compaction_shows_to_be_anothers_is_left_for_full_weights(
+    memory_url: str,
+) -> None:
     """The deltas from it are gone, so nothing else tells that it is not on the chain."""
     store = open_store(memory_url)
     _, versions = filled(store, states_of(500, 4), compactions=((2, 4),))

@@ -27,7 +27,9 @@ def _holds(replica: Replica, channel: Made) -> None:
 
 
 @pytest.mark.parametrize("under_way", [False, True])
-def test_parts_are_fetched_before_their_record(memory_url: str, under_way: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_fetched_before_their_record(
+    memory_url: str, under_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deltasync.following.poll._EARLY", 0.0)
     monkeypatch.setattr("deltasync.following.poll._LATE", math.inf)
     store = FaultyStore(open_store(memory_url))
@@ -58,7 +60,9 @@ def test_parts_are_fetched_before_their_record(memory_url: str, under_way: bool,
     assert len(came) == 2, "none is fetched again"
 
 
-def test_parts_are_asked_for_when_they_are_due_and_only_so_often(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_are_asked_for_when_they_are_due_and_only_so_often(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     now_s = 100.0
 
     def sleep(seconds: float) -> None:

@@ -37,9 +37,11 @@ from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores import Store
 from tests.channels import EPOCH, RUN, filled
 
-# Title, clipboard, clear screen; the same by C1 codes; delete, backspace, bell; right-to-left and its isolate; other lines.
+# Title, clipboard, clear screen; the same by C1 codes; delete, backspace, bell; right-to-left and its
+# isolate; other lines.
 HOSTILE = (
-    "\x1b]0;title\x07\x1b]52;c;aGk=\x07\x1b[2J\x9d0;title\x9c\x9b2J\x7f\x08\u202eltr\u2066\u200b[red]\r\nFORGED\u2028LINE"
+    "\x1b]0;title\x07\x1b]52;c;aGk=\x07\x1b[2J\x9d0;title\x9c\x9b2J\x7f\x08\u202eltr\u2066\u200b[red]"
+    "\r\nFORGED\u2028LINE"
 )
 COMMANDS = (
     ["watch", "CHANNEL", "--once"],
@@ -113,7 +115,20 @@ def _run(monkeypatch: pytest.MonkeyPatch, arguments: list[str]) -> str:
 
 def _hostile_parts(text: str) -> list[str]:
     """What of `HOSTILE` got through. Rich writes colours and moves the cursor itself, but none of these."""
-    forbidden = ("\x1b]", "\x1b[2J", "\x07", "\x08", "\x7f", "\x9b", "\x9c", "\x9d", "\u202e", "\u2066", "\u200b", "\u2028")
+    forbidden = (
+        "\x1b]",
+        "\x1b[2J",
+        "\x07",
+        "\x08",
+        "\x7f",
+        "\x9b",
+        "\x9c",
+        "\x9d",
+        "\u202e",
+        "\u2066",
+        "\u200b",
+        "\u2028",
+    )
     return [repr(part) for part in (*forbidden, "\nFORGED", "\rFORGED") if part in text]
 
 
@@ -150,13 +165,22 @@ def _channel(url: str) -> Store:
     second = {"a.weight": first["a.weight"].clone().index_fill_(0, torch.tensor([3]), 7.0), "b": first["b"]}
     store = open_store(url)
     filled(store, [first, second], compactions=[(1, 2)], anchors=(2,))
-    heartbeat.write(store, Heartbeat(replica_id="r", run_id=RUN, version=2, state="serving", error="none really"))
+    heartbeat.write(
+        store, Heartbeat(replica_id="r", run_id=RUN, version=2, state="serving", error="none really")
+    )
     return store
 
 
 def _documents(store: Store) -> list[str]:
     compactions = [info.key for _, info in ChannelReader(store).shortcuts()]
-    return [keys.CHANNEL, keys.HEAD, keys.slot(1, EPOCH), keys.slot(2, EPOCH), *compactions, keys.replica("r")]
+    return [
+        keys.CHANNEL,
+        keys.HEAD,
+        keys.slot(1, EPOCH),
+        keys.slot(2, EPOCH),
+        *compactions,
+        keys.replica("r"),
+    ]
 
 
 def _document(data: bytes) -> Any:
@@ -199,7 +223,12 @@ def test_no_command_shows_a_channels_text_as_it_is(
 ) -> None:
     store, page = _channel(memory_url), tmp_path / "page.html"
     original = {info.key: store.read(info.key, 1 << 30) for info in store.list("")}
-    places = {"CHANNEL": memory_url, "PAGE": str(page), "COPY": f"{memory_url}/copy", "FOLDER": str(tmp_path / "there")}
+    places = {
+        "CHANNEL": memory_url,
+        "PAGE": str(page),
+        "COPY": f"{memory_url}/copy",
+        "FOLDER": str(tmp_path / "there"),
+    }
     arguments = [places.get(word, word) for word in command]
 
     def run() -> str:
@@ -218,10 +247,15 @@ def test_no_command_shows_a_channels_text_as_it_is(
         return seen
 
     assert not _hostile_parts(run())
-    shown, planted = 0, ((key, path) for key in _documents(store) for path in _leaves(_document(original[key])))
+    shown, planted = (
+        0,
+        ((key, path) for key in _documents(store) for path in _leaves(_document(original[key]))),
+    )
     for key, path in planted:
         if shown == 3 and ("--json" in command or command[0] not in ("watch", "log", "check")):
-            break  # documents as JSON are written by one function, and lines too; these three show most of what is there
+            # documents as JSON are written by one function, and lines too; these three show most of what is
+            # there
+            break
         store.put(key, _with(original[key], _poisoned(_document(original[key]), path), path))
         if key == keys.slot(2, EPOCH):
             _relink(store)
@@ -247,7 +281,11 @@ def test_no_command_shows_an_objects_name_as_it_is(
         path = root / key
         strange = path.with_name(path.stem + HOSTILE.replace("/", "") + path.suffix)
         strange.write_bytes(path.read_bytes())
-    places = {"CHANNEL": f"file://{root}", "PAGE": str(tmp_path / "page.html"), "COPY": f"file://{tmp_path}/copy"}
+    places = {
+        "CHANNEL": f"file://{root}",
+        "PAGE": str(tmp_path / "page.html"),
+        "COPY": f"file://{tmp_path}/copy",
+    }
     seen = _run(monkeypatch, [places.get(word, word) for word in command])
     assert not _hostile_parts(seen)
 
@@ -268,7 +306,9 @@ def test_watch_shows_no_replica_text_as_it_is_not_on_a_terminal_either(
     memory_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     store = _channel(memory_url)
-    beat = Heartbeat(replica_id=f"r{HOSTILE}", run_id=RUN, version=1, state=f"s{HOSTILE}", error=f"e{HOSTILE}")
+    beat = Heartbeat(
+        replica_id=f"r{HOSTILE}", run_id=RUN, version=1, state=f"s{HOSTILE}", error=f"e{HOSTILE}"
+    )
     store.put(keys.replica("r"), json.dumps({name: getattr(beat, name) for name in beat.__slots__}).encode())
     main(["watch", memory_url, "--once"], standalone_mode=False)
     seen = capsys.readouterr().out
@@ -280,7 +320,12 @@ def test_watch_shows_no_replica_text_as_it_is_not_on_a_terminal_either(
 def test_an_unexpected_error_is_printable_too(
     kind: type[Exception], memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = {"CHANNEL": memory_url, "PAGE": str(tmp_path / "page"), "COPY": f"{memory_url}/copy", "FOLDER": str(tmp_path)}
+    places = {
+        "CHANNEL": memory_url,
+        "PAGE": str(tmp_path / "page"),
+        "COPY": f"{memory_url}/copy",
+        "FOLDER": str(tmp_path),
+    }
 
     def fail(*_: object) -> None:
         try:
@@ -312,8 +357,12 @@ def test_an_unexpected_error_is_printable_in_a_log_too() -> None:
 
 
 def test_whoever_logs_unexpected_errors_has_a_logger_that_makes_them_printable() -> None:
-    packages = [Path(deltasync.__file__).parents[1] / name for name in ("deltasync", "vllm_plugin", "trl_callback")]
-    printable = re.compile(r"^logger = get_logger\(|^from vllm_plugin import (compat, )?logger$", re.MULTILINE)
+    packages = [
+        Path(deltasync.__file__).parents[1] / name for name in ("deltasync", "vllm_plugin", "trl_callback")
+    ]
+    printable = re.compile(
+        r"^logger = get_logger\(|^from vllm_plugin import (compat, )?logger$", re.MULTILINE
+    )
     wrong = [
         str(path)
         for package in packages

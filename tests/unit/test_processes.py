@@ -68,8 +68,12 @@ def parent(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name)
-def test_nothing_is_left_of_a_parent_that_is_killed(parent: subprocess.Popen[str], number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL], ids=lambda number: number.name
+)
+def test_nothing_is_left_of_a_parent_that_is_killed(
+    parent: subprocess.Popen[str], number: signal.Signals
+) -> None:
     assert parent.stdout is not None
     watched = int(parent.stdout.readline())
     tree = grown(parent.pid, 1 + TREE_SIZE)
@@ -115,7 +119,9 @@ def test_what_a_command_leaves_behind_ends_when_it_ends(tmp_path: Path) -> None:
 
 def test_orphans_are_buried(tmp_path: Path) -> None:
     """Below the supervisor no zombie stays, though only it can bury them."""
-    with Child("The command", ["bash", "-c", "(sleep 0.1 & exit); exec sleep 1000"], os.environ, tmp_path / "log") as child:
+    with Child(
+        "The command", ["bash", "-c", "(sleep 0.1 & exit); exec sleep 1000"], os.environ, tmp_path / "log"
+    ) as child:
         assert child._process is not None
         grown(child._process.pid, 2)
         pid = child._process.pid
@@ -187,7 +193,9 @@ def test_a_command_that_is_not_there(tmp_path: Path) -> None:
 
 def test_one_that_takes_too_long(tmp_path: Path) -> None:
     with Child("The command", ["sleep", "1000"], os.environ, tmp_path / "log") as child:
-        with pytest.raises(DeltaSyncError, match=r"The command took more than 0 s to answer\. Its last line: "):
+        with pytest.raises(
+            DeltaSyncError, match=r"The command took more than 0 s to answer\. Its last line: "
+        ):
             child.wait_until(lambda: False, 0.2, "to answer")
         with pytest.raises(DeltaSyncError, match="The command took more than 0 s to end"):
             child.wait(0.2)

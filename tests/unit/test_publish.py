@@ -131,7 +131,9 @@ def test_floats_of_16_bits_are_kept_and_wider_ones_are_rounded_to_bfloat16(memor
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("stream", ["mapping", "generator"])
-def test_the_channel_has_the_trainers_dtype_of_16_bits(memory_url: str, dtype: torch.dtype, stream: str) -> None:
+def test_the_channel_has_the_trainers_dtype_of_16_bits(
+    memory_url: str, dtype: torch.dtype, stream: str
+) -> None:
     weights = {"w": torch.randn(9, 5).to(dtype), "router.e_score_correction_bias": torch.randn(3)}
     served = weights | ({"w": weights["w"].to(torch.bfloat16)} if dtype is torch.float32 else {})
     for resumed in (False, True):
@@ -177,7 +179,9 @@ def test_tensors_have_dtypes_by_pattern(memory_url: str, initial: bool, tmp_path
         served["layers.0.up.weight"] = weights["layers.0.up.weight"].to(torch.bfloat16)
         assert builders.publish(publisher, weights).changed == 1
     replica.sync()
-    assert_same_bits(replica.state_dict(), served | {"layers.0.router.weight": weights["layers.0.router.weight"]})
+    assert_same_bits(
+        replica.state_dict(), served | {"layers.0.router.weight": weights["layers.0.router.weight"]}
+    )
     with pytest.raises(ChannelInUseError, match="published in bfloat16,"):
         Publisher(memory_url, resume=True, dtype="bfloat16")
     for same in (rule, None):
@@ -253,7 +257,9 @@ def test_resume_counts_the_chain_it_continues(memory_url: str) -> None:
 def test_full_weights_that_wait_behind_a_version_without_an_answer_end_their_receipts(
     store: FaultyStore, joined: bool
 ) -> None:
-    """Their size is known before they are stored. Seeds of the simulator waited for ever for such a receipt, or to close."""
+    """Their size is known before they are stored. Seeds of the simulator waited for ever for such a receipt,
+    or to close.
+    """
     states = [builders.weights()]
     for seed in range(4):
         states += [builders.trained(states[-1], seed)]
@@ -304,7 +310,8 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
     assert gate.entered.wait(60)
     for step in range(2, 7):
         receipts.append(publisher.publish(states[step].items(), step=step))
-        assert [job.version for job in publisher._uploader._waiting] == [3]  # the only one beside the one under way
+        # the only one beside the one under way
+        assert [job.version for job in publisher._uploader._waiting] == [3]
     assert [receipt.version for receipt in receipts] == [2, 3, 3, 3, 3, 3]
     assert not any(receipt.done for receipt in receipts)
     with pytest.raises(PublishTimeoutError) as late:
@@ -368,7 +375,9 @@ _FAILURES = {
 
 
 @pytest.mark.parametrize("failure", _FAILURES)
-def test_a_stream_that_fails_publishes_nothing_and_the_next_one_is_right(memory_url: str, failure: str) -> None:
+def test_a_stream_that_fails_publishes_nothing_and_the_next_one_is_right(
+    memory_url: str, failure: str
+) -> None:
     first = builders.weights()
     wrong, second = (builders.trained(first, seed) for seed in (1, 2))
     with Publisher(memory_url) as publisher:
@@ -396,7 +405,9 @@ def test_a_first_stream_that_fails_leaves_the_channel_unused(memory_url: str, fa
 
 
 @pytest.mark.parametrize("waits", [False, True], ids=["live", "waiting"])
-def test_an_encoder_that_fails_publishes_nothing(store: FaultyStore, monkeypatch: pytest.MonkeyPatch, waits: bool) -> None:
+def test_an_encoder_that_fails_publishes_nothing(
+    store: FaultyStore, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
     publisher = Publisher(store)
     builders.publish(publisher, builders.weights())
     gate = store.hold_at("create", keys.VERSIONS)
@@ -450,7 +461,8 @@ def test_receipts_keep_no_weights(store: FaultyStore) -> None:
 
 @pytest.mark.usefixtures("in_parts")
 def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: FaultyStore) -> None:
-    # The next publish runs as soon as the loss is known, before the uploader's thread takes the version that waited.
+    # The next publish runs as soon as the loss is known, before the uploader's thread takes the version that
+    # waited.
     publisher = Publisher(store, retries=0)
     builders.publish(publisher, builders.weights())
     gate = store.hold_at("put", keys.PARTS)
@@ -567,7 +579,9 @@ def test_a_checkpoint_that_the_run_overwrites_is_made_up_for(
         for seed in range(2):
             publisher.publish(model.items()).wait(60)
             model = builders.trained(model, seed)
-        save_file({name: tensor.contiguous() for name, tensor in model.items()}, tmp_path / "model.safetensors")
+        save_file(
+            {name: tensor.contiguous() for name, tensor in model.items()}, tmp_path / "model.safetensors"
+        )
         for seed in range(17):
             model = builders.trained(model, seed, 0.001)
             publisher.publish(model.items()).wait(60)
@@ -584,7 +598,8 @@ def test_nothing_is_published_if_nothing_changed_and_that_is_asked_for(memory_ur
         assert publisher.publish(weights.items(), step=9, if_changed=True) is first
         second = publisher.publish(builders.trained(weights, 0).items(), if_changed=True)
         assert second.wait(60).version == 2
-        assert publisher.publish(builders.trained(weights, 0).items()).wait(60).version == 3  # else one of its own
+        # else one of its own
+        assert publisher.publish(builders.trained(weights, 0).items()).wait(60).version == 3
     assert Replica(memory_url).sync() == 3
 
 
@@ -601,7 +616,10 @@ EXACT = [
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_what_servers_keep_exactly_is_kept_unless_a_pattern_says_other(dtype: str, memory_url: str) -> None:
-    tensors = {name: torch.tensor([1.003]) for name in EXACT} | {"w": torch.tensor([1.003]), "ID": torch.tensor([1.003])}
+    tensors = {name: torch.tensor([1.003]) for name in EXACT} | {
+        "w": torch.tensor([1.003]),
+        "ID": torch.tensor([1.003]),
+    }
     with Publisher(f"{memory_url}-a", dtype=dtype) as publisher:
         publisher.publish(tensors).wait(60)
     replica = Replica(f"{memory_url}-a")
@@ -642,7 +660,9 @@ class Tied(torch.nn.Module):
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning")  # of torch's compiler
 @pytest.mark.parametrize("wrap", [lambda module: module, torch.compile, AveragedModel, torch.nn.DataParallel])
-@pytest.mark.parametrize(("tied", "name"), [(None, "head.weight"), ({"head.weight": "tokens.weight"}, "tokens.weight")])
+@pytest.mark.parametrize(
+    ("tied", "name"), [(None, "head.weight"), ({"head.weight": "tokens.weight"}, "tokens.weight")]
+)
 def test_a_module_is_published_without_wrappers_and_each_storage_once(
     wrap: Any, tied: dict[str, str] | None, name: str, memory_url: str
 ) -> None:

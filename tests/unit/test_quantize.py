@@ -29,7 +29,9 @@ def dequantize(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 @given(st.integers(1, 300), st.integers(1, 300), st.integers(-30, 30), st.integers(0, 99))
-def test_values_are_the_nearest_and_scales_the_least_powers_of_two(rows: int, columns: int, power: int, seed: int) -> None:
+def test_values_are_the_nearest_and_scales_the_least_powers_of_two(
+    rows: int, columns: int, power: int, seed: int
+) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator) * 2.0**power
     values, scale = quantize(weight)
@@ -86,7 +88,9 @@ def test_far_fewer_bits_change_than_in_bfloat16_and_each_version_is_the_quantize
         with Publisher(url, dtype=dtype) as publisher:
             publisher.publish(current.items()).wait(60)
             for version in range(2, 5):
-                current = {name: w + 1e-6 * torch.randn(w.shape, generator=generator) for name, w in current.items()}
+                current = {
+                    name: w + 1e-6 * torch.randn(w.shape, generator=generator) for name, w in current.items()
+                }
                 receipt = publisher.publish(current.items())
                 receipt.wait(60)
                 if dtype == "fp8":
@@ -101,13 +105,21 @@ def test_experts_are_quantized_one_by_one_and_the_router_is_not(tmp_path: Path) 
     published = published_bits(sync.config.channel)
     assert published["model.layers.0.mlp.experts.3.up_proj.weight"].dtype == torch.float8_e4m3fn
     assert published["model.layers.0.mlp.experts.3.up_proj.weight" + SCALE].dtype == torch.float32
-    for name in ("model.layers.0.mlp.gate.weight", "model.embed_tokens.weight", "lm_head.weight", "model.norm.weight"):
+    for name in (
+        "model.layers.0.mlp.gate.weight",
+        "model.embed_tokens.weight",
+        "lm_head.weight",
+        "model.norm.weight",
+    ):
         assert published[name].dtype == torch.bfloat16
 
 
 def test_shards_adapters_and_the_trained_checkpoint_are_refused(memory_url: str) -> None:
     part = TensorRange(torch.zeros(128), 0, (2, 128))
-    with Publisher(memory_url, dtype="fp8") as publisher, pytest.raises(ConfigError, match=r"up\.weight is a shard"):
+    with (
+        Publisher(memory_url, dtype="fp8") as publisher,
+        pytest.raises(ConfigError, match=r"up\.weight is a shard"),
+    ):
         publisher.publish([("up.weight", part)])
     with pytest.raises(ConfigError, match="cannot be served in FP8"):
         DeltaSyncConfig(memory_url, served_dtype="fp8", adapter_only=True)

@@ -1,4 +1,6 @@
-"""Ranges of weight files and checkpoints, read in pieces: each has the bits of the whole tensor there, or is refused."""
+"""Ranges of weight files and checkpoints, read in pieces: each has the bits of the whole tensor there, or is
+refused.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,11 @@ def test_a_damaged_weight_file_is_refused() -> None:
         with pytest.raises(CorruptDataError):
             list(ranges.read_weights(in_memory(data), SPECS | {"a": other}, WHOLE))
     with pytest.raises(CorruptDataError, match="'one'"):
-        list(ranges.read_weights(in_memory(data), {name: spec for name, spec in SPECS.items() if name != "one"}, WHOLE))
+        list(
+            ranges.read_weights(
+                in_memory(data), {name: spec for name, spec in SPECS.items() if name != "one"}, WHOLE
+            )
+        )
 
 
 def test_ranges_of_a_checkpoint_are_rounded_as_the_whole_is(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Weights that somebody writes while they are published, and a trainer's memory that fails: no version is unreadable."""
+"""Weights that somebody writes while they are published, and a trainer's memory that fails: no version is
+unreadable.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ def _all_are_readable(url: str, version: int) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["as it is", "float32"])
 @pytest.mark.parametrize("stream", STREAMS)
-def test_every_version_is_readable_though_somebody_writes(memory_url: str, stream: str, dtype: torch.dtype) -> None:
+def test_every_version_is_readable_though_somebody_writes(
+    memory_url: str, stream: str, dtype: torch.dtype
+) -> None:
     """Three publishes beside a writer, then a quiet one, which has the model."""
     weights = {f"w{n}": torch.zeros(150, 150, dtype=dtype) for n in range(4)}
     for run in range(RUNS):

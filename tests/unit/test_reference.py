@@ -63,7 +63,8 @@ CHANGES: dict[str, tuple[Callable[[Path], object], type[DeltaSyncError], str]] =
     "other bits": (
         spoil("model.safetensors", one_bit),
         CorruptDataError,
-        "2 of 5 tensors differ: (model.layer.weight, model.norm.weight|model.norm.weight, model.layer.weight)",
+        "2 of 5 tensors differ: (model.layer.weight, model.norm.weight|model.norm.weight, "
+        "model.layer.weight)",
     ),
     "no tensor": (spoil("model.safetensors", lambda t: t.pop("ids")), CorruptDataError, "lacks ids"),
     "another shape": (
@@ -81,7 +82,11 @@ CHANGES: dict[str, tuple[Callable[[Path], object], type[DeltaSyncError], str]] =
         CorruptDataError,
         "not a safetensors file",
     ),
-    "no file": (lambda base: (base / "model.safetensors").unlink(), MissingVersionError, "holds neither model.safetensors"),
+    "no file": (
+        lambda base: (base / "model.safetensors").unlink(),
+        MissingVersionError,
+        "holds neither model.safetensors",
+    ),
     "no directory": (shutil.rmtree, MissingVersionError, "is not a directory on this machine"),
     "no index": (
         lambda base: (base / "model.safetensors.index.json").write_text("{"),
@@ -187,7 +192,9 @@ class TestIdentify:
         assert self.advance(follower, cursor) == 12
         assert follower.memory.fingerprints == self.follower(store, newest)[0].memory.fingerprints
 
-    def test_a_replica_is_told_where_the_checkpoint_lies(self, channel: tuple[Store, Weights], base: Path) -> None:
+    def test_a_replica_is_told_where_the_checkpoint_lies(
+        self, channel: tuple[Store, Weights], base: Path
+    ) -> None:
         store, newest = channel
         moved = base.rename(base.parent / "moved")
         replica = Replica(store)
@@ -232,10 +239,15 @@ class TestHousekeeping:
         assert stored_keys(open_store(memory_url)) == stored_keys(open_store(url))
         assert_holds(memory_url, weights(), 1)
 
-    def test_an_export_takes_config_and_tokenizer_from_the_checkpoint(self, url: str, base: Path, tmp_path: Path) -> None:
+    def test_an_export_takes_config_and_tokenizer_from_the_checkpoint(
+        self, url: str, base: Path, tmp_path: Path
+    ) -> None:
         for version in (2, 7):
             ops.export(ChannelReader(open_store(url)), version, tmp_path / f"{version}")
-            assert sorted(path.name for path in (tmp_path / f"{version}").iterdir()) == ["config.json", "model.safetensors"]
+            assert sorted(path.name for path in (tmp_path / f"{version}").iterdir()) == [
+                "config.json",
+                "model.safetensors",
+            ]
         shutil.rmtree(base)
         ops.export(ChannelReader(open_store(url)), 7, tmp_path / "without")
         assert [path.name for path in (tmp_path / "without").iterdir()] == ["model.safetensors"]
@@ -262,7 +274,9 @@ class TestHousekeeping:
         assert "proven        the bits of 7 versions" in said("check", url, "--read-data")
 
 
-def test_readers_that_do_not_know_references_refuse(memory_url: str, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_readers_that_do_not_know_references_refuse(
+    memory_url: str, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Publisher(memory_url, initial=base) as publisher:
         publisher.publish(weights().items()).wait(60)
     monkeypatch.setattr(documents, "FEATURES", frozenset())

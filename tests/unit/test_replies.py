@@ -24,7 +24,9 @@ class Following:
 
     def __init__(self, not_ready: str | None = None) -> None:
         commits = [Commit(version=number, sha256="0" * 64, anchor=False) for number in (1, 2, 3)]
-        self.status = Status(replica_id="r", channel="memory://c", state="serving", version=3, commits=commits)
+        self.status = Status(
+            replica_id="r", channel="memory://c", state="serving", version=3, commits=commits
+        )
         self.not_ready = not_ready
         self.held = False
 
@@ -46,14 +48,22 @@ def ask(path: str, authorization: str | None = None, following: Any = None, **se
 
 
 def test_the_status_has_as_many_commits_as_are_asked_for() -> None:
-    for query, versions in (("", [1, 2, 3]), ("?commits=2", [2, 3]), ("?commits=0", []), ("?commits=many", [1, 2, 3])):
+    for query, versions in (
+        ("", [1, 2, 3]),
+        ("?commits=2", [2, 3]),
+        ("?commits=0", []),
+        ("?commits=many", [1, 2, 3]),
+    ):
         code, body = ask(f"/deltasync/status{query}")
         assert (code, [commit["version"] for commit in body["commits"]]) == (200, versions)
 
 
 def test_ready_needs_no_token_and_the_others_do() -> None:
     assert ask("/deltasync/ready", http_token="secret") == (200, {"ready": True, "reason": None})
-    assert ask("/deltasync/ready", following=Following("not yet")) == (503, {"ready": False, "reason": "not yet"})
+    assert ask("/deltasync/ready", following=Following("not yet")) == (
+        503,
+        {"ready": False, "reason": "not yet"},
+    )
     for path in ("/deltasync/status", "/deltasync/digest"):
         settings = {"http_token": "secret"}
         assert ask(path, **settings)[0] == ask(path, "Bearer guessed", **settings)[0] == 401
@@ -79,7 +89,9 @@ def test_headers_that_clients_would_refuse_are_left_out(monkeypatch: pytest.Monk
 
 
 def test_the_command_line_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("sys.argv", ["server", "MODEL", "--port", "1", "--channel", "file:///c", "--temp", "0"])
+    monkeypatch.setattr(
+        "sys.argv", ["server", "MODEL", "--port", "1", "--channel", "file:///c", "--temp", "0"]
+    )
     model, settings, others = server_settings("server")
     assert (model, settings.channel, others) == ("MODEL", "file:///c", ["--port", "1", "--temp", "0"])
     monkeypatch.setattr("sys.argv", ["server", "MODEL"])
@@ -95,4 +107,7 @@ def test_a_model_that_may_not_be_read_now_has_no_digest_but_a_sentence() -> None
             raise ApplyError("The weights are of no known version.")
             yield 3
 
-    assert ask("/deltasync/digest", following=Refusing()) == (503, {"error": "The weights are of no known version."})
+    assert ask("/deltasync/digest", following=Refusing()) == (
+        503,
+        {"error": "The weights are of no known version."},
+    )

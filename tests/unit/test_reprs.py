@@ -27,7 +27,9 @@ def test_a_module_of_another_dtype_is_told_the_cure(memory_url: str) -> None:
     module = torch.nn.Linear(2, 2).requires_grad_(False)
     with deltasync.Publisher(memory_url) as publisher:
         publisher.publish(module).wait(60)
-    with pytest.raises(ModelMismatchError, match=r"Convert it first, such as by module\.to\(torch\.bfloat16\)"):
+    with pytest.raises(
+        ModelMismatchError, match=r"Convert it first, such as by module\.to\(torch\.bfloat16\)"
+    ):
         deltasync.follow(module, memory_url, background=False)
     with deltasync.follow(module.to(torch.bfloat16), memory_url, background=False) as following:
         assert following.version == 1

@@ -53,7 +53,9 @@ class Target(MemoryTarget):
 
 
 @pytest.fixture(params=["local", "remote"])
-def client(loop: tuple[Publisher, Follow], monkeypatch: pytest.MonkeyPatch, request: Any) -> Iterator[TestClient]:
+def client(
+    loop: tuple[Publisher, Follow], monkeypatch: pytest.MonkeyPatch, request: Any
+) -> Iterator[TestClient]:
     """Routes in the loop's own process, or as in another one."""
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", TOKEN)
     app, routes = FastAPI(), Routes(loop[1])
@@ -89,7 +91,9 @@ def test_what_routes_ask_of_a_loop_in_another_process(loop: tuple[Publisher, Fol
     assert served(client, "/deltasync/sync", {"version": 2}) == 2
     assert served(client, "/receive_weight_update", {"version": 20, "other": 1}) == 2
     late = client.post("/receive_weight_update", json={"version": 30, "timeout_s": 0.1})
-    assert late.status_code == 504 and late.json()["error"].startswith("Step 30 is not served after 0.1 s: this ")
+    assert late.status_code == 504 and late.json()["error"].startswith(
+        "Step 30 is not served after 0.1 s: this "
+    )
     late = client.post("/deltasync/sync", json={"version": 9, "timeout_s": 0.1})
     assert late.status_code == 504
     told = {
@@ -170,7 +174,9 @@ def test_a_wait_that_a_pin_makes_vain_names_the_pin(loop: tuple[Publisher, Follo
     assert late.status_code == 504 and late.json()["error"].endswith("and it is serving, pinned: 2.")
 
 
-def test_a_long_wait_is_answered_though_many_others_ask_meanwhile(loop: tuple[Publisher, Follow], client: Any) -> None:
+def test_a_long_wait_is_answered_though_many_others_ask_meanwhile(
+    loop: tuple[Publisher, Follow], client: Any
+) -> None:
     publish(loop[0], 1, 1)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(client.post, "/deltasync/sync", json={"version": 2, "timeout_s": 30})
@@ -180,7 +186,9 @@ def test_a_long_wait_is_answered_though_many_others_ask_meanwhile(loop: tuple[Pu
         assert waiting.result(30).json()["version"] == 2
 
 
-def test_clients_that_left_free_their_slots_and_their_requests(loop: tuple[Publisher, Follow], client: Any) -> None:
+def test_clients_that_left_free_their_slots_and_their_requests(
+    loop: tuple[Publisher, Follow], client: Any
+) -> None:
     publish(loop[0], 1, 1)
     assert served(client, "/deltasync/sync") == 1
     body = b'{"version": 999, "timeout_s": 90}'
@@ -196,7 +204,11 @@ def test_clients_that_left_free_their_slots_and_their_requests(loop: tuple[Publi
         async def receive() -> Any:
             return next(messages, {"type": "http.disconnect"})  # noqa: B023
 
-        headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json", "host": "testserver"}
+        headers = {
+            "authorization": f"Bearer {TOKEN}",
+            "content-type": "application/json",
+            "host": "testserver",
+        }
         scope = {
             "type": "http",
             "method": "POST",
@@ -210,7 +222,9 @@ def test_clients_that_left_free_their_slots_and_their_requests(loop: tuple[Publi
     assert served(client, "/deltasync/sync") == 1
 
 
-def test_a_request_that_demands_a_version_waits_for_it_or_gets_409(loop: tuple[Publisher, Follow], client: Any) -> None:
+def test_a_request_that_demands_a_version_waits_for_it_or_gets_409(
+    loop: tuple[Publisher, Follow], client: Any
+) -> None:
     def ask(version: str, timeout: str = "20") -> tuple[int, str]:
         headers = {"x-deltasync-version": version, "x-deltasync-timeout": timeout}
         reply = client.post("/generate", headers=headers)
@@ -241,7 +255,11 @@ def test_a_reply_of_sglang_is_held_to_the_version_that_is_demanded() -> None:
     for fitting in ({"text": ""}, {"meta_info": {}}, output("7"), [output("7"), output("7-0123")]):
         _check(exact, fitting, streams=False)
     _check(later, output("7", "8"), streams=True)
-    for wanted, wrong in ((exact, output("7", "8")), (later, output("6", "7")), (exact, [output("7"), output("unknown")])):
+    for wanted, wrong in (
+        (exact, output("7", "8")),
+        (later, output("6", "7")),
+        (exact, [output("7"), output("unknown")]),
+    ):
         with pytest.raises(HTTPException) as refused:
             _check(wanted, wrong, streams=False)
         assert refused.value.status_code == 409
@@ -252,7 +270,11 @@ def test_a_reply_of_sglang_is_held_to_the_version_that_is_demanded() -> None:
 
 def test_without_the_token_only_readiness_is_told(loop: tuple[Publisher, Follow], client: Any) -> None:
     del client.headers["authorization"]
-    assert [client.get(f"/deltasync/{route}").status_code for route in ("status", "digest", "ready")] == [200, 401, 503]
+    assert [client.get(f"/deltasync/{route}").status_code for route in ("status", "digest", "ready")] == [
+        200,
+        401,
+        503,
+    ]
     client.headers["origin"] = "http://other.site"
     assert client.post("/deltasync/sync", json={}).status_code == 403
 
@@ -262,10 +284,15 @@ def test_a_process_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
     Routes(ask=partial(calls.call, str(tmp_path / "nobody"))).attach(app)
     with TestClient(app) as client:
         reply = client.get("/deltasync/ready")
-    assert (reply.status_code, reply.json()["error"]) == (503, "The process that follows the channel does not answer.")
+    assert (reply.status_code, reply.json()["error"]) == (
+        503,
+        "The process that follows the channel does not answer.",
+    )
 
 
-def test_weights_that_are_held_are_not_ready(loop: tuple[Publisher, Follow], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_that_are_held_are_not_ready(
+    loop: tuple[Publisher, Follow], monkeypatch: pytest.MonkeyPatch
+) -> None:
     publish(loop[0], 1, 1)
     assert loop[1].wait(1) == 1 and loop[1].not_ready is None
     monkeypatch.setattr(Target, "held", True)
@@ -306,7 +333,8 @@ def test_heartbeats_go_on_while_a_version_is_staged(
         wait_until(lambda: [(beat.state, beat.version) for beat in beats()] == [("staging", 1)])
         first = beats()[0]
         assert first.state_s is not None
-        wait_until(lambda: (beats()[0].state_s or 0.0) > first.state_s + 0.05)  # another one, of the same step
+        # another one, of the same step
+        wait_until(lambda: (beats()[0].state_s or 0.0) > first.state_s + 0.05)
         with pytest.raises(AckTimeoutError, match=r"lag: slow \(serves version 1 [^;]*staging for [0-9]+ s,"):
             heartbeat.wait_for(store.inner, str(publisher.run_id), 2, publisher.published, 0.0)
         target.goes_on.set()

@@ -1,4 +1,6 @@
-"""The first weights of a resumed run are those that the channel has of their step, or nothing is published."""
+"""The first weights of a resumed run are those that the channel has of their step, or nothing is
+published.
+"""
 
 from __future__ import annotations
 
@@ -114,7 +116,10 @@ def test_a_step_of_before_an_earlier_resume_is_found_by_a_few_requests(memory_ur
     assert [version.version for version, _ in versions_at(reader, tip, 60)] == [71]
     assert versions_at(reader, tip, 10) == []  # it has none
     assert store.asked < 120
-    with Publisher(store, resume=True) as publisher, pytest.raises(ResumeMismatchError, match="step 60 as version 71"):
+    with (
+        Publisher(store, resume=True) as publisher,
+        pytest.raises(ResumeMismatchError, match="step 60 as version 71"),
+    ):
         publisher.publish(found[0], step=60)
 
 

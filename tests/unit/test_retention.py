@@ -22,7 +22,9 @@ def _file(key: str) -> File:
     return File(key=key, bytes=1, sha256=_SHA256)
 
 
-def _record(version: int, *, anchor: bool = False, epoch: str = ONE, base: Slot | None = None, seal: bool = False) -> Record:
+def _record(
+    version: int, *, anchor: bool = False, epoch: str = ONE, base: Slot | None = None, seal: bool = False
+) -> Record:
     directory, part = keys.anchor_folder(version, epoch), f"{keys.parts_folder(version, epoch)}/part"
     weights = Anchor(directory=directory, files=[_file(f"{directory}/model.safetensors")])
     return Record(
@@ -64,7 +66,9 @@ def _holding(
     return Contents(
         records=records,
         stored_s=times,
-        shortcuts={slot: {None: times.get(keys.announcement(slot.version, slot.epoch), 1.0)} for slot in announced},
+        shortcuts={
+            slot: {None: times.get(keys.announcement(slot.version, slot.epoch), 1.0)} for slot in announced
+        },
     )
 
 
@@ -95,7 +99,9 @@ def test_every_seal_stays() -> None:
 
 
 def test_versions_of_an_epoch_that_was_left_are_forgotten() -> None:
-    """After a restored backup an old writer wrote 7 to 9 in epoch 1; the channel goes on from 6 in epoch 2."""
+    """After a restored backup an old writer wrote 7 to 9 in epoch 1; the channel goes on from 6 in epoch
+    2.
+    """
     records = _log(1, 9) | _log(7, 8, TWO, Slot(6, ONE))
     found = _plan(_holding(records, _slots(5)), KeepPolicy(last=2))
     assert found.kept == [*_slots(5, 6), *_slots(7, 8, epoch=TWO)]
@@ -112,7 +118,9 @@ def test_a_later_epoch_that_has_no_version_is_not_the_newest() -> None:
 @pytest.mark.parametrize("missing", [9, 8])
 def test_nothing_is_forgotten_if_what_stays_cannot_be_read(missing: int) -> None:
     records = {slot: record for slot, record in _log(1, 10).items() if slot.version != missing}
-    with pytest.raises(MissingVersionError, match=r"Version 10 is to be kept.*an earlier version is missing.*Nothing was"):
+    with pytest.raises(
+        MissingVersionError, match=r"Version 10 is to be kept.*an earlier version is missing.*Nothing was"
+    ):
         _plan(_holding(records, _slots(4)), KeepPolicy(last=1))
 
 
@@ -179,7 +187,9 @@ def test_keeping_nothing_is_refused(wrong: dict[str, int]) -> None:
 
 
 def _references(epochs: int = 1, damaged: Slot | None = None) -> References:
-    """Versions 4 (an anchor), 8 and 9 of epoch 1, an announced anchor of 8 and a compaction; maybe a version of epoch 2."""
+    """Versions 4 (an anchor), 8 and 9 of epoch 1, an announced anchor of 8 and a compaction; maybe a version
+    of epoch 2.
+    """
     records: dict[Slot, Record | None] = {
         Slot(4, ONE): _record(4, anchor=True),
         Slot(8, ONE): _record(8, base=Slot(7, ONE)),
@@ -219,7 +229,9 @@ def test_what_names_a_file_and_who_may_still(key: str, named: bool, in_progress:
     references = _references()
     assert (key in references, references.in_progress(key)) == (named, in_progress)
     # Once epoch 2 has a version, nobody waits for epoch 1.
-    assert _references(epochs=2).in_progress(key) == (in_progress and TWO in key and "parts/0000000010" not in key)
+    assert _references(epochs=2).in_progress(key) == (
+        in_progress and TWO in key and "parts/0000000010" not in key
+    )
 
 
 def test_the_files_of_a_damaged_record_stay() -> None:
@@ -230,7 +242,14 @@ def test_the_files_of_a_damaged_record_stay() -> None:
 
 @pytest.mark.parametrize(
     ("modified_s", "grace_s", "old"),
-    [(1.0, 3600, True), (6400.0, 3600, True), (6401.0, 3600, False), (0.0, 3600, False), (0.0, 0, True), (1e9, 0, True)],
+    [
+        (1.0, 3600, True),
+        (6400.0, 3600, True),
+        (6401.0, 3600, False),
+        (0.0, 3600, False),
+        (0.0, 0, True),
+        (1e9, 0, True),
+    ],
 )
 def test_what_is_old(modified_s: float, grace_s: float, old: bool) -> None:
     assert retention.was_stored(modified_s, math.inf if grace_s <= 0 else 10_000.0 - grace_s) == old

@@ -1,4 +1,6 @@
-"""Salts of the prefix cache, over vLLM's own requests and its manager of cached blocks; no model and no engine process."""
+"""Salts of the prefix cache, over vLLM's own requests and its manager of cached blocks; no model and no
+engine process.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ def test_requests_of_one_version_share_a_salt_and_those_of_two_do_not() -> None:
         salts.begin(version)
         now = salts.of(None)
         assert now == salts.of("") == salts.of(None)
-        assert now not in seen, "a version that comes back begins anew: blocks may hold keys of the version between"
+        assert now not in seen, (
+            "a version that comes back begins anew: blocks may hold keys of the version between"
+        )
         seen.add(now)
     assert Salts().of(None) not in seen
 
@@ -202,5 +206,7 @@ print("all of it")
 
 def test_vllms_own_cache_finds_blocks_of_the_live_version_only() -> None:
     """In a process of its own, because it changes vLLM's classes."""
-    done = subprocess.run([sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _SCRIPT], capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.stdout.splitlines()[-1:] == ["all of it"], done.stderr[-3000:]

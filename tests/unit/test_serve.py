@@ -49,7 +49,9 @@ def test_a_token_that_is_given_is_kept_and_not_told(
     started: list[tuple[list[str], dict[str, str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("DELTASYNC_HTTP_TOKEN", "of-ours")
-    done = CliRunner().invoke(main, ["serve", "model", "--channel", f"file://{tmp_path}/c", "--host", "0.0.0.0"])
+    done = CliRunner().invoke(
+        main, ["serve", "model", "--channel", f"file://{tmp_path}/c", "--host", "0.0.0.0"]
+    )
     assert started[0][1]["DELTASYNC_HTTP_TOKEN"] == "of-ours"
     assert "of-ours" not in done.output
 
@@ -57,6 +59,8 @@ def test_a_token_that_is_given_is_kept_and_not_told(
 def test_a_dry_run_needs_no_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "vllm", None)
     done = CliRunner().invoke(main, ["serve", "model", "--channel", f"file://{tmp_path}/c", "--dry-run"])
-    assert "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension" in done.output and done.exit_code == 0
+    assert (
+        "--worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension" in done.output and done.exit_code == 0
+    )
     refused = CliRunner().invoke(main, ["serve", "model", "--channel", f"file://{tmp_path}/c"])
     assert (refused.exit_code, "vLLM is not installed" in refused.output) == (3, True)

@@ -1,4 +1,6 @@
-"""API servers of one engine that ask the one that leads, over one real worker; test_vllm_api_servers.py has real ones."""
+"""API servers of one engine that ask the one that leads, over one real worker; test_vllm_api_servers.py has
+real ones.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,9 @@ def test_one_leads_and_answers_all() -> None:
 def test_what_a_call_holds_is_let_go_with_it_and_with_the_server_that_made_it() -> None:
     async def scene() -> None:
         async with members(2) as found:
-            (first,), (other,) = ([each for each in found if bool(each.led) is leads] for leads in (True, False))
+            (first,), (other,) = (
+                [each for each in found if bool(each.led) is leads] for leads in (True, False)
+            )
             async with other.servers.call("undivided"), other.servers.call("undivided"):
                 assert first.held == 2
             await until(lambda: first.held == 0)
@@ -132,7 +136,9 @@ def test_another_leads_once_the_first_has_ended() -> None:
 def test_a_call_that_is_not_answered_is_made_again_unless_it_may_have_begun(method: str, asked: int) -> None:
     async def scene() -> None:
         async with members(2) as found:
-            (first,), (other,) = ([each for each in found if bool(each.led) is leads] for leads in (True, False))
+            (first,), (other,) = (
+                [each for each in found if bool(each.led) is leads] for leads in (True, False)
+            )
             with pytest.raises(StageError, match=f"did not answer {method}"):
                 async with other.servers.call(method):
                     pass
@@ -168,7 +174,12 @@ def client(engine: Engine, number: int, shared: SimpleNamespace) -> Engine:
         return lead(shared, *args) if method == "deltasync_lead" else await call(method, *args, engine=engine)
 
     found.engine_core = SimpleNamespace(
-        **{**vars(found.engine_core), "_call_utility_async": utility, "client_count": 2, "client_index": number}
+        **{
+            **vars(found.engine_core),
+            "_call_utility_async": utility,
+            "client_count": 2,
+            "client_index": number,
+        }
     )
     return found
 
@@ -183,7 +194,10 @@ def test_every_server_replies_alike_and_follows_when_the_first_has_ended(
         one = first.enter_context(serving(clients[0], monkeypatch, CHANNEL=memory_url))
         other = later.enter_context(serving(clients[1], monkeypatch, CHANNEL=memory_url))
         for number in (1, 2):
-            assert [each.post("/deltasync/sync").json()["version"] for each in (one, other)] == [number, number]
+            assert [each.post("/deltasync/sync").json()["version"] for each in (one, other)] == [
+                number,
+                number,
+            ]
             assert one.get("/deltasync/digest").json() == other.get("/deltasync/digest").json()
             status, same = (each.get("/deltasync/status").json() for each in (one, other))
             ages = {"followed_s_ago": 0, "state_s": 0}
@@ -191,8 +205,16 @@ def test_every_server_replies_alike_and_follows_when_the_first_has_ended(
             for each in (one, other):
                 assert each.get("/deltasync/ready").json() == {"ready": True, "reason": None}
                 assert each.post("/v1/completions").headers["x-deltasync-versions"] == f"{number}..{number}"
-                for wanted, code in ((str(number), 200), (">=latest", 200), (f">={number + 1}", 409), ("new", 400)):
-                    headers = {"x-deltasync-version": wanted, "x-deltasync-timeout": "0.1" if code == 409 else "20"}
+                for wanted, code in (
+                    (str(number), 200),
+                    (">=latest", 200),
+                    (f">={number + 1}", 409),
+                    ("new", 400),
+                ):
+                    headers = {
+                        "x-deltasync-version": wanted,
+                        "x-deltasync-timeout": "0.1" if code == 409 else "20",
+                    }
                     assert each.post("/v1/completions", headers=headers).status_code == code
             trainer.publish()
         for body in ({"pin": "99"}, {"pin": "no"}, {"pin": "2"}, {"pin": "latest"}):

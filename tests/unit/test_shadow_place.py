@@ -1,4 +1,6 @@
-"""Where the shadow goes: to the device of the tensors if that has room, or to the host. torch.cuda is faked."""
+"""Where the shadow goes: to the device of the tensors if that has room, or to the host. torch.cuda is
+faked.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def test_pytorchs_cache_is_room_but_not_what_training_needs(driver: Driver) -> N
     assert device_shadow.room_bytes(CUDA) == (5 + 60 - 58 - 10) * GIB
 
 
-def test_the_shadow_goes_where_the_tensors_are_if_there_is_room(driver: Driver, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_shadow_goes_where_the_tensors_are_if_there_is_room(
+    driver: Driver, caplog: pytest.LogCaptureFixture
+) -> None:
     needed = device_shadow.needed_bytes(LAYOUT, RANGES)
     assert 2 * (1 << 30) < needed < 2.2 * (1 << 30)
     with caplog.at_level(logging.INFO, "deltasync"):
@@ -70,7 +74,9 @@ def test_the_place_is_chosen_once_and_said(memory_url: str, caplog: pytest.LogCa
         for _ in range(3):
             weights["w"] += 1
             publisher.publish(weights).wait(60)
-    said = [record.getMessage() for record in caplog.records if record.getMessage().startswith("shadow place=")]
+    said = [
+        record.getMessage() for record in caplog.records if record.getMessage().startswith("shadow place=")
+    ]
     assert said == ["shadow place=host why='the tensors are on cpu' bytes=18"]
 
 
@@ -83,6 +89,8 @@ def test_offloaded_parameters_are_refused_in_one_sentence(memory_url: str) -> No
     offloaded = {"layer.weight": torch.empty(3, 4, device="meta")}
     with (
         Publisher(memory_url) as publisher,
-        pytest.raises(ConfigError, match=r"layer\.weight is offloaded: it is on the meta device, without values"),
+        pytest.raises(
+            ConfigError, match=r"layer\.weight is offloaded: it is on the meta device, without values"
+        ),
     ):
         publisher.publish(offloaded.items())

@@ -12,7 +12,12 @@ from pathlib import Path
 import pytest
 import torch
 from cryptography.hazmat.primitives.asymmetric import ed25519, rsa, x25519
-from cryptography.hazmat.primitives.serialization import BestAvailableEncryption, Encoding, NoEncryption, PrivateFormat
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
@@ -54,7 +59,9 @@ def sealed(signer: Signer, document: Channel = SAMPLE, place: str = PLACE) -> by
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the keys `old`, `new` and `stranger`, and files that trust one or both of the first two."""
+    """A folder with the keys `old`, `new` and `stranger`, and files that trust one or both of the first
+    two.
+    """
     folder = tmp_path_factory.mktemp("keys")
     lines = {name: signing.new_key(folder / name, name) for name in ("old", "new", "stranger")}
     (folder / "both").write_text(f"# who may write\n\n  {lines['old']}{lines['new']}")
@@ -116,7 +123,9 @@ def test_what_is_no_private_key_is_refused(tmp_path: Path) -> None:
         Signer(tmp_path / "missing")
 
 
-@pytest.mark.parametrize("text", ["", "# none\n", "abc\n", "A" * 64, "0" * 63, "0" * 65, f"{'0' * 64}, {'1' * 64}", "\xff"])
+@pytest.mark.parametrize(
+    "text", ["", "# none\n", "abc\n", "A" * 64, "0" * 63, "0" * 65, f"{'0' * 64}, {'1' * 64}", "\xff"]
+)
 def test_a_file_that_names_no_key_is_refused(text: str, tmp_path: Path) -> None:
     (tmp_path / "keys").write_bytes(text.encode("latin-1"))
     with pytest.raises(ConfigError):
@@ -131,7 +140,9 @@ def test_a_signed_document_is_the_document_with_a_signature_behind_it(keys: Path
     assert data.startswith(plain[:-2]) and data.endswith(b"}\n") and data.count(b"\n") == 1
     document = json.loads(data)
     assert list(document)[-1] == "signature"
-    assert document["signature"].keys() == {"key", "ed25519"} and document["signature"]["key"] == signer.public
+    assert (
+        document["signature"].keys() == {"key", "ed25519"} and document["signature"]["key"] == signer.public
+    )
     assert documents.decode(data, Channel, PLACE) == SAMPLE
     assert sealed(signer) == data
     assert signing.signed_by(data) == signer.public and signing.signed_by(plain) is None
@@ -154,7 +165,10 @@ def test_the_signature_of_a_record_covers_its_body(keys: Path, memory_url: str) 
         altered = data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]
         with pytest.raises(DeltaSyncError):
             record.decode(altered, channel.tip.key, signer.trusted)
-    for key in (channel.tip.key.replace("0000000002", "0000000003"), channel.tip.key.replace(EPOCH, "000002-00000001")):
+    for key in (
+        channel.tip.key.replace("0000000002", "0000000003"),
+        channel.tip.key.replace(EPOCH, "000002-00000001"),
+    ):
         with pytest.raises(SignatureError, match="put where it does not belong"):
             record.decode(data, key, signer.trusted)
 
@@ -252,7 +266,9 @@ def test_a_signed_channel_is_read_with_keys_and_without(channel_url: str, keys: 
         assert replica.sync() == 9
         assert_same_bits(replica.state_dict(), published[-1])
     assert len(ChannelReader(store, keys / "old.pub").compactions()) > 0
-    with pytest.raises(SignatureError, match=r"channel\.json is signed with the key \w+, which is not trusted"):
+    with pytest.raises(
+        SignatureError, match=r"channel\.json is signed with the key \w+, which is not trusted"
+    ):
         Replica(store, trusted_keys=keys / "new.pub").sync()
 
 
@@ -359,7 +375,9 @@ def test_a_channel_whose_newest_version_is_too_old_is_refused(
     assert Replica(store).sync() == replica.sync() == 2
 
 
-def test_without_cryptography_signatures_cannot_be_asked_for(monkeypatch: pytest.MonkeyPatch, keys: Path) -> None:
+def test_without_cryptography_signatures_cannot_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, keys: Path
+) -> None:
     monkeypatch.setitem(sys.modules, "cryptography.hazmat.primitives.asymmetric", None)
     for action in (
         lambda: Trusted(path=keys / "old.pub"),
@@ -372,7 +390,11 @@ def test_without_cryptography_signatures_cannot_be_asked_for(monkeypatch: pytest
 
 
 def test_the_private_key_is_never_shown(
-    memory_url: str, keys: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+    memory_url: str,
+    keys: Path,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     private = tmp_path / "key"
     private.write_bytes((keys / "old").read_bytes())

@@ -24,7 +24,9 @@ def keys(tmp_path: Path) -> Path:
     return folder
 
 
-def test_every_command_that_reads_a_channel_takes_keys(tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_command_that_reads_a_channel_takes_keys(
+    tmp_path: Path, keys: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("deltasync.ops.cli.serve.require_vllm", lambda: None)
     url = f"file://{tmp_path}/channel"
     with Publisher(open_store(url), dtype="keep", signing_key=keys / "old") as publisher:
@@ -46,12 +48,16 @@ def test_every_command_that_reads_a_channel_takes_keys(tmp_path: Path, keys: Pat
     for command in commands:
         refused = run(command, "--trusted-keys", str(keys / "new.pub"))
         assert refused.exit_code in (3, 4), command
-        assert command == "check" or "signed with the key" in refused.output or "is not signed" in refused.output
+        assert (
+            command == "check" or "signed with the key" in refused.output or "is not signed" in refused.output
+        )
         taken = run(command, "--trusted-keys", str(keys / "both"))
         assert taken.exit_code == 0, (command, taken.output)
     shown = CliRunner().invoke(main, ["log", url, "latest"]).output
     assert f"{Signer(keys / 'old').public} (not checked)" in shown
-    served = CliRunner().invoke(main, ["serve", "model", "--channel", url, "--trusted-keys", "keys", "--dry-run"])
+    served = CliRunner().invoke(
+        main, ["serve", "model", "--channel", url, "--trusted-keys", "keys", "--dry-run"]
+    )
     assert f"DELTASYNC_TRUSTED_KEYS={Path.cwd()}/keys " in served.output
 
 

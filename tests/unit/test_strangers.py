@@ -29,14 +29,23 @@ SYNC = {"content-type": "application/json", "host": "127.0.0.1:8000"}
     ids=str,
 )
 def test_pages_of_other_sites_are_refused(
-    engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch, headers: dict[str, str], token: str | None
+    engine: Engine,
+    memory_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    headers: dict[str, str],
+    token: str | None,
 ) -> None:
     given = {} if token is None else {"HTTP_TOKEN": token}
     sent = {**SYNC, "authorization": f"Bearer {token}", **headers}
     with serving(engine, monkeypatch, LOOPBACK, CHANNEL=memory_url, **given) as client:
         for method, path in (("GET", "status"), ("GET", "digest"), ("POST", "sync")):
-            reply = client.request(method, f"/deltasync/{path}", headers=sent, content=b"{}" if method == "POST" else None)
-            assert (reply.status_code, reply.json()["error"]) == (403, "Pages of other sites may not send requests here.")
+            reply = client.request(
+                method, f"/deltasync/{path}", headers=sent, content=b"{}" if method == "POST" else None
+            )
+            assert (reply.status_code, reply.json()["error"]) == (
+                403,
+                "Pages of other sites may not send requests here.",
+            )
         assert client.post("/request_weight_update", headers=sent).status_code == 403
         own = {**sent, "origin": "http://127.0.0.1:8000", "sec-fetch-site": "same-origin"}
         assert client.get("/deltasync/status", headers=own).status_code == 200
@@ -46,7 +55,14 @@ def test_pages_of_other_sites_are_refused(
 
 
 @pytest.mark.parametrize(
-    "host", ["attacker.example", "attacker.example:8000", "127.0.0.1.attacker.example", "localhost.attacker.example", ""]
+    "host",
+    [
+        "attacker.example",
+        "attacker.example:8000",
+        "127.0.0.1.attacker.example",
+        "localhost.attacker.example",
+        "",
+    ],
 )
 def test_an_open_server_on_loopback_answers_to_no_other_name(
     engine: Engine, memory_url: str, monkeypatch: pytest.MonkeyPatch, host: str
@@ -54,8 +70,10 @@ def test_an_open_server_on_loopback_answers_to_no_other_name(
     with serving(engine, monkeypatch, LOOPBACK, CHANNEL=memory_url) as client:
         for path in ("/deltasync/status", "/deltasync/"):
             assert client.get(path, headers={"host": host}).status_code == 403
-        assert client.get("/deltasync/ready", headers={"host": host}).status_code == 503  # routers ask by any name
-        for own in ("127.0.0.1:8000", "localhost", "localhost:8000", "[::1]:8000", "0.0.0.0:8000"):  # the last is TRL's
+        # routers ask by any name
+        assert client.get("/deltasync/ready", headers={"host": host}).status_code == 503
+        # the last is TRL's
+        for own in ("127.0.0.1:8000", "localhost", "localhost:8000", "[::1]:8000", "0.0.0.0:8000"):
             assert client.get("/deltasync/status", headers={"host": own}).status_code == 200
 
 
@@ -80,5 +98,10 @@ def test_a_body_must_say_that_it_is_json(
 ) -> None:
     with serving(engine, monkeypatch, CHANNEL=memory_url) as client:
         for path in ("/deltasync/sync", "/request_weight_update"):
-            reply = client.post(path, content=b'{"version": 1}', headers={} if kind is None else {"content-type": kind})
-            assert (reply.status_code, reply.json()["error"]) == (415, "Send the body as content-type: application/json.")
+            reply = client.post(
+                path, content=b'{"version": 1}', headers={} if kind is None else {"content-type": kind}
+            )
+            assert (reply.status_code, reply.json()["error"]) == (
+                415,
+                "Send the body as content-type: application/json.",
+            )

@@ -78,5 +78,8 @@ def test_the_page_of_limits_has_them_all() -> None:
     page = (Path(threads.__file__).parents[1] / "docs/reference/limits.md").read_text()
     rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]+) \|", page, re.M))
     units = {"KiB": 1 << 10, "MiB": 1 << 20}
-    shown = {name: int(value.split()[0].replace(",", "")) * units.get(value.split()[-1], 1) for name, value in rows.items()}
+    shown = {
+        name: int(value.split()[0].replace(",", "")) * units.get(value.split()[-1], 1)
+        for name, value in rows.items()
+    }
     assert shown == {name: value for name, value in vars(limits).items() if name.isupper()}

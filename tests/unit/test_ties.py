@@ -1,4 +1,6 @@
-"""A head that is one tensor with the embeddings where it is served, and may be another one where it is trained."""
+"""A head that is one tensor with the embeddings where it is served, and may be another one where it is
+trained.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,18 @@ def trained() -> Weights:
 
 
 class Part(torch.nn.Module):
-    """A worker's rows of a model with tied embeddings. Its loader takes one name for each parameter, as vLLM's does."""
+    """A worker's rows of a model with tied embeddings. Its loader takes one name for each parameter, as
+    vLLM's does.
+    """
 
     def __init__(self, rows: slice, has_head: bool) -> None:
         super().__init__()
         self.rows, weights = rows, trained()
         self.model = torch.nn.Module()
         self.model.embed_tokens, self.model.norm = torch.nn.Module(), torch.nn.Module()
-        self.model.embed_tokens.weight = torch.nn.Parameter(weights[EMBEDDINGS][rows].clone(), requires_grad=False)
+        self.model.embed_tokens.weight = torch.nn.Parameter(
+            weights[EMBEDDINGS][rows].clone(), requires_grad=False
+        )
         self.model.norm.weight = torch.nn.Parameter(weights[BODY].clone(), requires_grad=False)
         if has_head:  # others compute logits with the embeddings, and have no such module
             self.lm_head = torch.nn.Module()
@@ -126,12 +132,16 @@ def test_a_head_that_stays_equal_is_served_and_proven_in_the_place_of_the_embedd
     for chain in ((1,), (2,), (3,), (4,)):
         server.take(*chain)
     assert torch.equal(server.live(), weights[HEAD])
-    assert server.target.digest() == {name: sha256_hex(bits_of(tensor).data) for name, tensor in weights.items()}
+    assert server.target.digest() == {
+        name: sha256_hex(bits_of(tensor).data) for name, tensor in weights.items()
+    }
     assert server.settled() == server.reader.numbered(4).version
 
 
 @pytest.mark.parametrize("as_anchor", [False, True], ids=["delta", "anchor"])
-@pytest.mark.parametrize("names", [(HEAD,), (EMBEDDINGS,), (EMBEDDINGS, BODY)], ids=["head", "embeddings", "all but head"])
+@pytest.mark.parametrize(
+    "names", [(HEAD,), (EMBEDDINGS,), (EMBEDDINGS, BODY)], ids=["head", "embeddings", "all but head"]
+)
 def test_a_version_in_which_they_differ_is_refused_and_the_one_before_stays(
     server: Server, channel: Made, memory_url: str, names: tuple[str, ...], as_anchor: bool
 ) -> None:
@@ -145,7 +155,9 @@ def test_a_version_in_which_they_differ_is_refused_and_the_one_before_stays(
     server.open()
     server.take(1)
     for _ in range(2):
-        with pytest.raises(TiedError, match=f"{HEAD} and {EMBEDDINGS} are one tensor in the model, and differ in version 2"):
+        with pytest.raises(
+            TiedError, match=f"{HEAD} and {EMBEDDINGS} are one tensor in the model, and differ in version 2"
+        ):
             server.take(2)
         assert torch.equal(server.live(), weights[EMBEDDINGS])
         assert server.settled() == server.reader.numbered(1).version

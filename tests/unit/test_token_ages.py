@@ -31,7 +31,9 @@ def sample(versions: list[int], mask: list[int] | None = None, stamp: int = 0) -
     mask = [1] * len(versions) if mask is None else mask
     log_probs = [VersionedLogProb(-1.0, version) for version in versions]
     metrics = VersionedMetrics.of({"reward": 1.0}, log_probs) if versions else {"reward": 1.0}
-    return SimpleNamespace(completion_mask=np.asarray(mask, dtype=np.int64), metrics=metrics, model_version=stamp)
+    return SimpleNamespace(
+        completion_mask=np.asarray(mask, dtype=np.int64), metrics=metrics, model_version=stamp
+    )
 
 
 def ages_at(
@@ -51,7 +53,8 @@ def trained(ages: TokenAges, *samples: Any) -> dict[str, float]:
     return {name.removeprefix("delta_sync/"): value for name, value in ages.metrics().items()}
 
 
-# --- what replies tell -----------------------------------------------------------------------------------------------
+# --- what replies tell
+# -----------------------------------------------------------------------------------------------
 
 
 def test_versions_are_read_from_what_the_servers_middleware_writes() -> None:
@@ -93,11 +96,16 @@ def test_versions_go_with_a_samples_metrics_into_another_process() -> None:
     assert metrics.versions.tolist() == [UNKNOWN, 3, 4]
 
 
-# --- lag -------------------------------------------------------------------------------------------------------------
+# --- lag
+# -------------------------------------------------------------------------------------------------------------
 
 
 def test_lags_are_told_of_the_tokens_that_are_trained() -> None:
-    told = trained(ages_at(5, max_staleness=1), sample([UNKNOWN, 5, 4, 2], mask=[0, 1, 1, 1]), sample([5, 1], mask=[1, 0]))
+    told = trained(
+        ages_at(5, max_staleness=1),
+        sample([UNKNOWN, 5, 4, 2], mask=[0, 1, 1, 1]),
+        sample([5, 1], mask=[1, 0]),
+    )
     assert told == {
         "token_lag_mean": 1.0,  # 0, 1, 3 and 0
         "token_lag_p95": 3,
@@ -160,7 +168,8 @@ def test_percentile_and_mean_are_numpys(seed: int) -> None:
     assert told["stale_token_fraction"] == (lags > 2).mean()
 
 
-# --- versions and syncs ----------------------------------------------------------------------------------------------
+# --- versions and syncs
+# ----------------------------------------------------------------------------------------------
 
 
 def test_a_channel_that_goes_on_counts_from_the_trainers_first_sync() -> None:
@@ -178,7 +187,8 @@ def test_a_version_that_covers_several_syncs_is_as_old_as_the_last_of_them() -> 
     assert (told["token_lag_mean"], told["token_lag_max"]) == (2.5, 4)
 
 
-# --- what is taken ---------------------------------------------------------------------------------------------------
+# --- what is taken
+# ---------------------------------------------------------------------------------------------------
 
 
 def test_the_oldest_trained_token_stamps_the_sample() -> None:
@@ -196,7 +206,9 @@ def test_the_oldest_trained_token_stamps_the_sample() -> None:
         assert taken.completion_mask.tolist() == mask
 
 
-def test_a_bound_masks_older_tokens_and_drops_samples_without_others(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_bound_masks_older_tokens_and_drops_samples_without_others(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     ages = ages_at(5, max_lag=1)
     mixed = sample([3, 5, 2, 4], mask=[1, 1, 0, 1])
     assert ages.admit(mixed)

@@ -20,7 +20,13 @@ from trl_callback import server
 from trl_callback.callback import client_class
 
 MODEL = torch.nn.Linear(1, 1)
-DEFAULTS: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+DEFAULTS: dict[str, Any] = {
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": None,
+    "repetition_penalty": 1.0,
+}
 
 
 class Status(Answers):
@@ -51,7 +57,9 @@ def status() -> Iterator[Status]:
         yield status
 
 
-def check(status: Status, wait_s: float | None = None, model: torch.nn.Module = MODEL, **sampling: Any) -> bool:
+def check(
+    status: Status, wait_s: float | None = None, model: torch.nn.Module = MODEL, **sampling: Any
+) -> bool:
     given = SimpleNamespace(**(DEFAULTS | sampling))
     return server.check(given, model, status.url, compares=True, name="policy", wait_s=wait_s)
 
@@ -65,7 +73,9 @@ def check(status: Status, wait_s: float | None = None, model: torch.nn.Module = 
     ],
     ids=str,
 )
-def test_raw_ones_are_as_good_where_sampling_changes_nothing(status: Status, answer: Any, neutral: dict[str, Any]) -> None:
+def test_raw_ones_are_as_good_where_sampling_changes_nothing(
+    status: Status, answer: Any, neutral: dict[str, Any]
+) -> None:
     status.answer = answer
     assert check(status, **neutral)
 
@@ -140,10 +150,16 @@ def test_a_server_that_never_answers_is_refused_after_a_while() -> None:
 
 @pytest.mark.parametrize("answer", [404, 401, b"no json"], ids=str)
 @pytest.mark.parametrize("compares", [True, False])
-def test_a_server_that_does_not_follow_a_channel_is_refused(status: Status, answer: Any, compares: bool) -> None:
+def test_a_server_that_does_not_follow_a_channel_is_refused(
+    status: Status, answer: Any, compares: bool
+) -> None:
     status.answer = answer
-    with pytest.raises(ConfigError, match=rf"server at {status.url} does not follow a channel, .*--worker-extension-cls"):
-        server.check(SimpleNamespace(**DEFAULTS), MODEL, status.url, compares=compares, name=None, wait_s=None)
+    with pytest.raises(
+        ConfigError, match=rf"server at {status.url} does not follow a channel, .*--worker-extension-cls"
+    ):
+        server.check(
+            SimpleNamespace(**DEFAULTS), MODEL, status.url, compares=compares, name=None, wait_s=None
+        )
 
 
 def follows(status: Status, url: str, named: bool = False) -> bool:
@@ -159,11 +175,14 @@ def follows(status: Status, url: str, named: bool = False) -> bool:
     )
 
 
-def test_a_server_that_follows_another_run_is_refused_before_anything_is_published(status: Status, tmp_path: Path) -> None:
+def test_a_server_that_follows_another_run_is_refused_before_anything_is_published(
+    status: Status, tmp_path: Path
+) -> None:
     url = f"file://{tmp_path}/channel"
     status.answer = {"run_id": "other", "channel": "s3://b/wrong"}
     with pytest.raises(
-        ConfigError, match=rf"follows run other of s3://b/wrong, and {url}, .* has no run yet.*CHANNEL={url}\."
+        ConfigError,
+        match=rf"follows run other of s3://b/wrong, and {url}, .* has no run yet.*CHANNEL={url}\.",
     ):
         follows(status, url)
     assert not (tmp_path / "channel").exists()
@@ -185,7 +204,9 @@ def test_a_server_that_waits_at_another_url_is_refused(status: Status, tmp_path:
     status.answer = {"state": "waiting"}  # without the token it says no URL
     assert follows(status, url)
     status.answer = {"state": "waiting", "run_id": None, "channel": f"{url}-typo"}
-    with pytest.raises(ConfigError, match=rf"follows {url}-typo, which holds no version yet, .*replicas=\[\"{status.url}"):
+    with pytest.raises(
+        ConfigError, match=rf"follows {url}-typo, which holds no version yet, .*replicas=\[\"{status.url}"
+    ):
         follows(status, url)
     assert follows(status, url, named=True)
 
@@ -205,7 +226,10 @@ def test_a_trainer_on_policy_demands_the_version_that_it_has_pushed() -> None:
         session = SimpleNamespace(headers={})
 
     calls: list[str] = []
-    steps = {name: lambda *_, name=name: calls.append(name) for name in ("init_weight_transfer", "send_weights", "resume")}
+    steps = {
+        name: lambda *_, name=name: calls.append(name)
+        for name in ("init_weight_transfer", "send_weights", "resume")
+    }
     transfer: Any = SimpleNamespace(**steps, publisher=SimpleNamespace(version=7))
     client = client_class(transfer, lambda url: None, Client)()
     client.update_named_params([], iter(()))

@@ -49,9 +49,17 @@ WRONG = {
 def test_a_strict_script_passes_and_mistakes_in_it_are_found(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(SCRIPT + "".join(f"{line}\n" for line in WRONG))
-    options = ["--strict", "--follow-imports=silent", "--no-error-summary", "--config-file", str(ROOT / "pyproject.toml")]
+    options = [
+        "--strict",
+        "--follow-imports=silent",
+        "--no-error-summary",
+        "--config-file",
+        str(ROOT / "pyproject.toml"),
+    ]
     command = [sys.executable, "-m", "mypy", *options, str(script)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     first = SCRIPT.count("\n") + 1
-    found = [(int(line.split(":")[1]), line.rpartition("[")[2].rstrip("]")) for line in done.stdout.splitlines()]
+    found = [
+        (int(line.split(":")[1]), line.rpartition("[")[2].rstrip("]")) for line in done.stdout.splitlines()
+    ]
     assert found == list(enumerate(WRONG.values(), first)), done.stdout + done.stderr

@@ -1,4 +1,5 @@
-"""A fleet of two versions of deltasync: each row of the table in docs/operations/upgrade.md, and an upgrade within a run.
+"""A fleet of two versions of deltasync: each row of the table in docs/operations/upgrade.md, and an upgrade
+within a run.
 
 A newer publisher is this one with more in its objects. An older reader is this one with fewer features.
 """
@@ -57,7 +58,9 @@ def test_fields_that_a_reader_does_not_know_are_ignored(memory_url: str) -> None
         ("format", "deltasync/3", "deltasync/3"),
     ],
 )
-def test_a_channel_that_a_reader_cannot_read_is_refused_by_name(memory_url: str, field: str, value: Any, said: str) -> None:
+def test_a_channel_that_a_reader_cannot_read_is_refused_by_name(
+    memory_url: str, field: str, value: Any, said: str
+) -> None:
     _publish(memory_url, WEIGHTS)
     _rewrite(memory_url, lambda document: document.update({field: value}))
     for reads in (Replica(memory_url).sync, lambda: Publisher(memory_url, resume=True)):
@@ -90,11 +93,15 @@ def test_a_feature_that_a_reader_does_not_know_is_refused_until_it_is_upgraded(
     channel = Made(open_store(memory_url))
     channel.create(WEIGHTS)
     channel.append(
-        channel.record("anchor", 1, WEIGHTS, anchor=channel.store_anchor(WEIGHTS, 1), requires=["new"]), None, WEIGHTS
+        channel.record("anchor", 1, WEIGHTS, anchor=channel.store_anchor(WEIGHTS, 1), requires=["new"]),
+        None,
+        WEIGHTS,
     )
     channel.head()
     replica = Replica(memory_url)
-    with pytest.raises(UnsupportedFormatError, match=r"requires new, unknown to this version\. Upgrade deltasync"):
+    with pytest.raises(
+        UnsupportedFormatError, match=r"requires new, unknown to this version\. Upgrade deltasync"
+    ):
         replica.sync()
     assert replica.version is None
     monkeypatch.setattr(documents, "FEATURES", documents.FEATURES | {"new"})

@@ -1,4 +1,6 @@
-"""The headers about versions over an engine client like vLLM's; one_server/test_vllm_spans.py has a real one."""
+"""The headers about versions over an engine client like vLLM's; one_server/test_vllm_spans.py has a real
+one.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ class Engine:
         self.prompts.append(prompt)
         yield prompt
 
-    async def generate(self, prompt: Any, request_id: str = "cmpl-0", *choices: Sequence[Span]) -> AsyncGenerator[Any]:
+    async def generate(
+        self, prompt: Any, request_id: str = "cmpl-0", *choices: Sequence[Span]
+    ) -> AsyncGenerator[Any]:
         self.prompts.append(prompt)
         try:
             for last in (False, True):
@@ -64,7 +68,10 @@ class Engine:
         output = SimpleNamespace(index=index, finish_reason="stop" if last else None, weight_versions=None)
         if self._knows:
             starts = [sum(count for _, count in spans[:at]) for at in range(len(spans))]
-            told = [SimpleNamespace(version=v, start=s, end=s + n) for s, (v, n) in zip(starts, spans, strict=True)]
+            told = [
+                SimpleNamespace(version=v, start=s, end=s + n)
+                for s, (v, n) in zip(starts, spans, strict=True)
+            ]
             output.weight_versions = told if last else None
         return output
 
@@ -280,7 +287,8 @@ def test_versions_are_the_range_of_all_that_were_live_meanwhile() -> None:
     assert request(body, live=engine.live)[0]["x-deltasync-versions"] == "4..12"
 
 
-# --- demanded versions -----------------------------------------------------------------------------------------------
+# --- demanded versions
+# -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("text", ["", "0", "latest", "7..", ">7", "<=7", ">= ", "-1", "1e3"])
@@ -297,7 +305,9 @@ def test_a_version_that_is_not_served_in_time_is_answered_with_409() -> None:
     engine = Engine()
     headers, data = request(lambda: drain(engine.generate("")), reach=refuse, x_deltasync_version="12")
     assert headers["status"] == "409" and not engine.prompts
-    assert json.loads(data)["error"]["message"] == "Version 12 was asked for, and this server serves version 9."
+    assert (
+        json.loads(data)["error"]["message"] == "Version 12 was asked for, and this server serves version 9."
+    )
 
 
 @pytest.mark.parametrize(
@@ -325,11 +335,15 @@ def test_a_field_of_the_body_demands_a_version_too(body: Any, code: str) -> None
 
 
 @pytest.mark.parametrize("method", ["generate", "encode"])
-@pytest.mark.parametrize(("text", "status"), [("9", "200"), (">=9", "200"), (">=8", "200"), ("8", "409"), (">=10", "409")])
+@pytest.mark.parametrize(
+    ("text", "status"), [("9", "200"), (">=9", "200"), (">=8", "200"), ("8", "409"), (">=10", "409")]
+)
 def test_a_reply_is_made_by_the_version_that_is_demanded(method: str, text: str, status: str) -> None:
     """Also where another one came after the wait."""
     engine = Engine()
-    headers, _ = request(lambda: drain(getattr(engine, method)("")), live=engine.live, x_deltasync_version=text)
+    headers, _ = request(
+        lambda: drain(getattr(engine, method)("")), live=engine.live, x_deltasync_version=text
+    )
     assert headers["status"] == status
 
 
@@ -369,4 +383,7 @@ def test_a_reply_that_a_commit_met_all_the_same_is_refused() -> None:
 
     headers, data = request(body, live=engine.live, x_deltasync_version="9")
     assert headers["status"] == "409"
-    assert "this server serves version 10. The version changed meanwhile." in json.loads(data)["error"]["message"]
+    assert (
+        "this server serves version 10. The version changed meanwhile."
+        in json.loads(data)["error"]["message"]
+    )

@@ -1,4 +1,6 @@
-"""How deltasync gets into vLLM, and that it can never keep it from starting; test_vllm_starts.py starts real ones."""
+"""How deltasync gets into vLLM, and that it can never keep it from starting; test_vllm_starts.py starts real
+ones.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def test_every_plugin_that_vllm_loads_unasked_is_loaded_still(monkeypatch: pytes
         "vllm.endpoint_plugins": ["deltasync", "another's routes"],
     }
     monkeypatch.setattr(
-        vllm_plugin, "entry_points", lambda group: [EntryPoint(name, "module:name", group) for name in plugins[group]]
+        vllm_plugin,
+        "entry_points",
+        lambda group: [EntryPoint(name, "module:name", group) for name in plugins[group]],
     )
     environ: dict[str, str] = {}
     vllm_plugin.opt_in(environ)
@@ -50,7 +54,9 @@ def test_every_plugin_that_vllm_loads_unasked_is_loaded_still(monkeypatch: pytes
         assert environ == {"VLLM_PLUGINS": chosen}
 
 
-def test_register_never_keeps_vllm_from_starting(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_register_never_keeps_vllm_from_starting(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def fail() -> None:
         raise ZeroDivisionError("a fault of ours")
 
@@ -108,7 +114,9 @@ def test_only_a_vllm_that_is_to_follow_and_can_is_prepared() -> None:
     assert changed == "None", "all that is used of vLLM is there"
     assert refused.startswith("This engine would never follow file:///data/run: ")
     assert attached == "async_generator"
-    assert offline.startswith("This engine would never follow file:///data/run: nothing has called vllm_plugin.follow(")
+    assert offline.startswith(
+        "This engine would never follow file:///data/run: nothing has called vllm_plugin.follow("
+    )
 
 
 @pytest.mark.parametrize(
@@ -118,7 +126,10 @@ def test_only_a_vllm_that_is_to_follow_and_can_is_prepared() -> None:
         ({"VLLM_PLUGINS": ""}, "VLLM_PLUGINS leaves deltasync out"),
         ({}, "VLLM_PLUGINS leaves deltasync out"),
         ({"VLLM_PLUGINS": "deltasync", "VLLM_USE_RUST_FRONTEND": "1"}, "Rust frontend"),
-        ({"VLLM_PLUGINS": "deltasync", "DELTASYNC_POLL_INTERVAL_S": "often"}, "DELTASYNC_POLL_INTERVAL_S='often'"),
+        (
+            {"VLLM_PLUGINS": "deltasync", "DELTASYNC_POLL_INTERVAL_S": "often"},
+            "DELTASYNC_POLL_INTERVAL_S='often'",
+        ),
     ],
 )
 def test_a_server_that_would_never_follow_does_not_start(
@@ -141,7 +152,9 @@ def test_a_server_that_follows_or_need_not_starts(monkeypatch: pytest.MonkeyPatc
     DeltaSyncWorkerExtension()
 
 
-def test_what_is_used_of_vllm_is_in_the_source_of_the_installed_one(capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_is_used_of_vllm_is_in_the_source_of_the_installed_one(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert vllm_source.main(source(), VLLM) == 0
     assert "uses are there" in capsys.readouterr().out
 
@@ -165,7 +178,9 @@ def test_uses_are_checked_in_a_vllm_that_is_imported(monkeypatch: pytest.MonkeyP
     """Over modules of our own, for vLLM's must not be imported here."""
 
     def uses(*names: tuple[str, Any]) -> None:
-        monkeypatch.setattr(compat, "USES", [Use("vllm_plugin.compat", name, arguments) for name, arguments in names])
+        monkeypatch.setattr(
+            compat, "USES", [Use("vllm_plugin.compat", name, arguments) for name, arguments in names]
+        )
 
     uses(("outside", ("version",)), ("VERSIONS", None), ("Use.__str__", ()))
     assert compat.changed("0.32.0") is None
@@ -174,7 +189,8 @@ def test_uses_are_checked_in_a_vllm_that_is_imported(monkeypatch: pytest.MonkeyP
     uses(("outside", ("vllm_version",)), ("gone", None), ("changed", ("version",)))
     said = compat.changed("0.32.0")
     assert said == (
-        "vLLM 0.32.0 is not as deltasync knows it: vllm_plugin.compat.outside(vllm_version) has changed, and 1 more."
+        "vLLM 0.32.0 is not as deltasync knows it: vllm_plugin.compat.outside(vllm_version) has changed, and "
+        "1 more."
     )
     monkeypatch.setattr(compat, "USES", [Use("vllm_plugin.compat", "gone", since="0.33")])
     assert compat.changed("0.32.0") is None

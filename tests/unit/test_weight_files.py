@@ -15,7 +15,9 @@ from deltasync.tensors import SAFETENSORS_DTYPES, bits
 
 
 def test_shards_stay_below_the_limit_and_the_index_names_every_tensor() -> None:
-    tensors = {f"t{i}": torch.full((10,), i, dtype=torch.float32) for i in range(5)} | {"big": torch.zeros(100)}
+    tensors = {f"t{i}": torch.full((10,), i, dtype=torch.float32) for i in range(5)} | {
+        "big": torch.zeros(100)
+    }
     files = dict(anchors.weight_files(tensors, dict.fromkeys(tensors, 7), shard_bytes=80))
     index = json.loads(files.pop("model.safetensors.index.json"))
     assert index["weight_map"].keys() == tensors.keys()
@@ -43,7 +45,11 @@ def test_weight_files_give_back_every_bit(shard_bytes: int) -> None:
     files = dict(anchors.weight_files(TENSORS, DIGESTS, shard_bytes))
     files.pop("model.safetensors.index.json", None)
     assert (len(files) > 1) == (shard_bytes == 5000)
-    found = {name: (bits_N, digest) for data in files.values() for name, bits_N, digest in anchors.read_weights(data, SPECS)}
+    found = {
+        name: (bits_N, digest)
+        for data in files.values()
+        for name, bits_N, digest in anchors.read_weights(data, SPECS)
+    }
     assert found.keys() == TENSORS.keys()
     for name, (bits_N, digest) in found.items():
         assert digest == DIGESTS[name]
@@ -93,7 +99,10 @@ ENTRY = {"dtype": "I16", "shape": [2], "data_offsets": [0, 4]}
         {"a": {"dtype": "I16"}},
         {"a": []},
         {"a": ENTRY, "b": ENTRY},
-        {"a": ENTRY | {"shape": [1], "data_offsets": [0, 2]}, "b": ENTRY | {"shape": [1], "data_offsets": [1, 3]}},
+        {
+            "a": ENTRY | {"shape": [1], "data_offsets": [0, 2]},
+            "b": ENTRY | {"shape": [1], "data_offsets": [1, 3]},
+        },
         [],
         "a",
         None,

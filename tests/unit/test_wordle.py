@@ -27,7 +27,9 @@ ROOT = Path(__file__).parents[2]
 
 
 def counted_marks(guess: str, secret: str) -> str:
-    """The rules in other words: of each letter as many are marked as the secret has, right ones first, then from left."""
+    """The rules in other words: of each letter as many are marked as the secret has, right ones first, then
+    from left.
+    """
     found = []
     for place, letter in enumerate(guess):
         if secret[place] == letter:
@@ -48,9 +50,12 @@ def test_marks_agree_with_the_rules_for_every_pair_of_short_words() -> None:
 def test_word_lists() -> None:
     full, reduced = word_list("full"), word_list("reduced")
     assert len(full.secrets) == 3461 and list(full.secrets) == sorted(set(full.secrets))
-    assert all(len(word) == 5 and word.isascii() and word.isalpha() and word.islower() for word in full.secrets)
+    assert all(
+        len(word) == 5 and word.isascii() and word.isalpha() and word.islower() for word in full.secrets
+    )
     assert (
-        reduced.secrets == tuple(word for word in full.secrets if set(word) <= set("aelst")) and len(reduced.secrets) == 27
+        reduced.secrets == tuple(word for word in full.secrets if set(word) <= set("aelst"))
+        and len(reduced.secrets) == 27
     )
     assert reduced.refusal("sssss") is None and full.refusal("sssss") == "sssss is not in the word list."
     assert full.refusal("wordle") == f"A guess is 5 of the letters {full.letters}."
@@ -167,7 +172,13 @@ def test_many_players_at_once_do_not_meet(url: str) -> None:
         ("POST", "/reset", '{"seed": "7"}', 422, "Expected `int | null`, got `str` - at `$.seed`."),
         ("POST", "/reset", '{"episode_id": ""}', 422, "Expected `str` of length >= 1 - at `$.episode_id`."),
         ("POST", "/step", "{}", 422, "Object missing required field `action`."),
-        ("POST", "/step", '{"action": {"guess": "stale"}}', 422, "Object missing required field `episode_id`."),
+        (
+            "POST",
+            "/step",
+            '{"action": {"guess": "stale"}}',
+            422,
+            "Object missing required field `episode_id`.",
+        ),
         (
             "POST",
             "/step",
@@ -242,7 +253,9 @@ def test_no_more_games_than_allowed() -> None:
 def test_an_idle_socket_is_told_and_closed() -> None:
     async def wait(url: str) -> None:
         async with aiohttp.ClientSession() as session, session.ws_connect(f"{url}/ws") as socket:
-            assert (await socket.receive_json(timeout=30))["data"]["message"] == "The game was idle for too long."
+            assert (await socket.receive_json(timeout=30))["data"][
+                "message"
+            ] == "The game was idle for too long."
             assert (await socket.receive(timeout=30)).type is aiohttp.WSMsgType.CLOSE
 
     with serving(idle_s=0.2) as url:
@@ -253,7 +266,10 @@ def test_the_environment_that_trl_calls(url: str) -> None:
     environment, secret = WordleEnvironment(url), secret_of(5)
     environment.reset(seed=5, prompt="ignored")
     assert environment.guess("zzzzz") == "....."
-    assert environment.guess(f" {secret.upper()}") == f"{secret.upper()} over" and environment.guess(secret) == "over"
+    assert (
+        environment.guess(f" {secret.upper()}") == f"{secret.upper()} over"
+        and environment.guess(secret) == "over"
+    )
     assert environment.get_reward() == pytest.approx(1 - 1 / GUESSES)
     environment.reset(seed=5)
     assert [environment.guess("z" * 100) for _ in range(GUESSES)][-1] == "..... over"
@@ -310,7 +326,10 @@ def test_a_client_says_what_it_cannot_reach(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr("wordle.client._RETRY_S", 0.0)
     with serving() as url:
         pass
-    with WordleClient(url) as player, pytest.raises(DeltaSyncError, match=f"The environment at {url}.* cannot be reached"):
+    with (
+        WordleClient(url) as player,
+        pytest.raises(DeltaSyncError, match=f"The environment at {url}.* cannot be reached"),
+    ):
         player.reset(seed=1)
     with pytest.raises(ConfigError, match="must begin with http"):
         WordleClient("localhost:8000")

@@ -1,4 +1,6 @@
-"""One worker's share of a replica, over small models: what it proves before it writes, and what it makes anew after it."""
+"""One worker's share of a replica, over small models: what it proves before it writes, and what it makes anew
+after it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def record(model: torch.nn.Module, specs: dict[str, TensorSpec]) -> LoadPlan:
 
 
 class Model(torch.nn.Module):
-    """Two matrices, and vLLM's loader of them; `shuffled` swaps the halves of one after loading, as FlashInfer wants it."""
+    """Two matrices, and vLLM's loader of them; `shuffled` swaps the halves of one after loading, as
+    FlashInfer wants it.
+    """
 
     def __init__(self, shuffled: bool = False) -> None:
         super().__init__()
@@ -90,8 +94,12 @@ def url(memory_url: str) -> str:
 
 
 class TestProof:
-    def test_a_shuffle_that_keeps_the_shape_does_not_prove_itself(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        """The checkpoint that vLLM loaded lacks the shuffled tensor, and the weights are no version: nobody can tell."""
+    def test_a_shuffle_that_keeps_the_shape_does_not_prove_itself(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """The checkpoint that vLLM loaded lacks the shuffled tensor, and the weights are no version: nobody
+        can tell.
+        """
         monkeypatch.setattr(layers, "checkpoint", lambda _: iter([("plain", checkpoint()["plain"])]))
         with pytest.raises(ModelMismatchError, match="1 tensors, such as experts, are not in the checkpoint"):
             proven(replica(Model(shuffled=True), url), url)
@@ -102,13 +110,17 @@ class TestProof:
         with pytest.raises(ModelMismatchError, match="experts"):
             proven(replica(Model(), url), url)
 
-    def test_weights_that_are_a_version_need_no_checkpoint(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_weights_that_are_a_version_need_no_checkpoint(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(layers, "checkpoint", lambda _: iter(()))
         model = Model()
         model.experts.data.view(torch.int16)[0, 0] += 1
         assert proven(replica(model, url), url) == 1
 
-    def test_weights_that_are_the_checkpoint_need_not_be_a_version(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_weights_that_are_the_checkpoint_need_not_be_a_version(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(layers, "checkpoint", lambda _: iter(checkpoint().items()))
         assert proven(replica(Model(), url), url) is None
 
@@ -208,24 +220,35 @@ class TestRecord:
     )
     def test_nothing_is_written_whatever_the_loader_does(self, load: Any, reason: Any) -> None:
         model = Loader(load)
-        before = {id(tensor): (name, tensor.clone(), tensor.data_ptr()) for name, tensor in model.state_dict().items()}
+        before = {
+            id(tensor): (name, tensor.clone(), tensor.data_ptr())
+            for name, tensor in model.state_dict().items()
+        }
         before[0] = "outside", OUTSIDE.clone(), OUTSIDE.data_ptr()
         attributes, specs = dict(vars(model)), {"w": TensorSpec("w", "float32", (6, 2))}
         if reason is ModelMismatchError:
-            with pytest.raises(ModelMismatchError, match=r"w float32\[6, 2\] cannot be updated: .* no layer of vLLM loads"):
+            with pytest.raises(
+                ModelMismatchError, match=r"w float32\[6, 2\] cannot be updated: .* no layer of vLLM loads"
+            ):
                 record(model, specs)
         else:
             plan = record(model, specs)
             assert plan.reasons == ({} if reason is None else {"w": reason})
             assert plan.layers == {"w": {model}}
-            assert [segment.live.data_ptr() for segment in plan.segments["w"]] == [model.w.data_ptr()] * (reason is None)
+            assert [segment.live.data_ptr() for segment in plan.segments["w"]] == [model.w.data_ptr()] * (
+                reason is None
+            )
         assert dict(vars(model)) == attributes
-        for (name, old, address), now in zip(before.values(), [*model.state_dict().values(), OUTSIDE], strict=True):
+        for (name, old, address), now in zip(
+            before.values(), [*model.state_dict().values(), OUTSIDE], strict=True
+        ):
             assert torch.equal(now, old), name
             assert now.data_ptr() == address
 
     def test_tensors_that_the_loader_joins_are_patched_where_each_of_them_goes(self) -> None:
-        """As DeepSeek's q_a_proj and kv_a_proj_with_mqa; of a part of what was joined it is not known whose it is."""
+        """As DeepSeek's q_a_proj and kv_a_proj_with_mqa; of a part of what was joined it is not known whose
+        it is.
+        """
         held: dict[str, torch.Tensor] = {}
 
         def joined(model: Loader, name: str, tensor: torch.Tensor) -> None:
@@ -234,18 +257,26 @@ class TestRecord:
                 whole = torch.cat([torch.cat([held["a"], held["b"]], dim=1), held["c"]])
                 (model.w if keeps_all else model.w[1:]).copy_(whole if keeps_all else whole[1:])
 
-        specs = {name: TensorSpec(name, "float32", shape) for name, shape in {"a": (4, 1), "b": (4, 1), "c": (2, 2)}.items()}
+        specs = {
+            name: TensorSpec(name, "float32", shape)
+            for name, shape in {"a": (4, 1), "b": (4, 1), "c": (2, 2)}.items()
+        }
         for keeps_all in (True, False):
             held.clear()
             model = Loader(joined)
-            plan, places = record(model, specs), {"a": model.w[:4, :1], "b": model.w[:4, 1:], "c": model.w[4:]}
+            plan, places = (
+                record(model, specs),
+                {"a": model.w[:4, :1], "b": model.w[:4, 1:], "c": model.w[4:]},
+            )
             assert plan.reasons == ({} if keeps_all else dict.fromkeys(specs, COMPUTES))
             for name, place in places.items() if keeps_all else ():
                 (segment,) = plan.segments[name]
                 assert (segment.live.data_ptr(), segment.live.stride()) == (place.data_ptr(), place.stride())
                 assert (segment.live.shape, segment.offset) == (place.shape, 0)
 
-    def test_a_refusal_names_the_tensor_and_both_shapes(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_refusal_names_the_tensor_and_both_shapes(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         held = {name: tensor[:7] for name, tensor in checkpoint().items() if name == "experts"}
         monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
         model = Model()
@@ -263,7 +294,9 @@ class TestRecord:
     def test_a_mirrored_tensor_must_be_in_the_checkpoint(self, url: str) -> None:
         plan = record(Loader(composed), {"w": TensorSpec("w", "float32", (6, 2))})
         for held in ({}, {"w": torch.zeros(6, 1)}):
-            with pytest.raises(ModelMismatchError, match=r"has no w float32\[6, 2\], and vLLM's loader computes with it"):
+            with pytest.raises(
+                ModelMismatchError, match=r"has no w float32\[6, 2\], and vLLM's loader computes with it"
+            ):
                 mirrored(plan, {"w": TensorSpec("w", "float32", (6, 2))}, held.items())
 
 
@@ -290,12 +323,16 @@ class Drafting(torch.nn.Module):
 
 
 class TestCoverage:
-    def follow(self, model: torch.nn.Module, url: str, versions: int, **runner: Any) -> list[tuple[int, dict[str, str]]]:
+    def follow(
+        self, model: torch.nn.Module, url: str, versions: int, **runner: Any
+    ) -> list[tuple[int, dict[str, str]]]:
         engine = tests_driving.Engine()
         engine.model = model
         vars(engine.worker.model_runner).update(runner)
         reader = ChannelReader(open_store(url))
-        target = tests_driving.target_of(lambda method, *args: [getattr(engine.worker, method)(*args)], reader)
+        target = tests_driving.target_of(
+            lambda method, *args: [getattr(engine.worker, method)(*args)], reader
+        )
         found = []
         target.open(lambda _: None)
         self.draft = target.draft
@@ -310,7 +347,12 @@ class TestCoverage:
 
     @pytest.mark.parametrize(
         ("own", "method", "followed"),
-        [("layers.2.fc", "mtp", True), ("draft.fc", "eagle", True), ("plain", "eagle", False), ("draft.fc", None, False)],
+        [
+            ("layers.2.fc", "mtp", True),
+            ("draft.fc", "eagle", True),
+            ("plain", "eagle", False),
+            ("draft.fc", None, False),
+        ],
     )
     def test_a_draft_is_followed_if_the_channel_has_it_and_never_by_equal_names(
         self, own: str, method: str | None, followed: bool, memory_url: str, monkeypatch: pytest.MonkeyPatch
@@ -324,11 +366,16 @@ class TestCoverage:
             | ({own.replace("fc", "embed"): torch.zeros(8, 6).bfloat16()} if followed else {})
         )
         held = {name: tensor for name, tensor in first.items() if not name.startswith("draft.")}
-        drafted = [(name.removeprefix("draft."), tensor) for name, tensor in first.items() if name not in held]
+        drafted = [
+            (name.removeprefix("draft."), tensor) for name, tensor in first.items() if name not in held
+        ]
         monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
         monkeypatch.setattr(layers, "draft_checkpoint", lambda _: iter(drafted))
         derived._built.update({each: (frozenset([""]), {}) for each in (model, draft)})
-        path, drafter = "/no/checkpoint" if method == "mtp" else "/a/draft", SimpleNamespace(model=draft) if method else None
+        path, drafter = (
+            "/no/checkpoint" if method == "mtp" else "/a/draft",
+            SimpleNamespace(model=draft) if method else None,
+        )
         config = SimpleNamespace(method=method, draft_model_config=SimpleNamespace(model=path))
         channel = Made(open_store(memory_url))
         channel.create(first)
@@ -343,7 +390,11 @@ class TestCoverage:
 
     @pytest.mark.parametrize("complete", [True, False])
     def test_what_the_loader_ignores_is_not_served(
-        self, memory_url: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, complete: bool
+        self,
+        memory_url: str,
+        monkeypatch: pytest.MonkeyPatch,
+        caplog: pytest.LogCaptureFixture,
+        complete: bool,
     ) -> None:
         weights = checkpoint() | {"post_layernorm": torch.randn(6).to(torch.bfloat16)}
         held = {name: tensor.clone() for name, tensor in weights.items()}
@@ -363,7 +414,9 @@ class TestCoverage:
                 self.follow(model, memory_url, 2)
             return
         (_, first), (_, second) = self.follow(model, memory_url, 2)
-        assert first.keys() == second.keys() == {"plain", "experts"}, "no proof is of what nobody computes with"
+        assert first.keys() == second.keys() == {"plain", "experts"}, (
+            "no proof is of what nobody computes with"
+        )
         assert torch.equal(model.plain, weights["plain"])
         assert caplog.text.count("post_layernorm, ...) are not served") == 1
 
@@ -377,7 +430,9 @@ class TestCoverage:
         channel.anchor(weights)
         model = Ignoring()
         derived._built[model] = (frozenset([""]), {})
-        with pytest.raises(ModelMismatchError, match=r"plain_bias bfloat16\[8\], are neither in the model that"):
+        with pytest.raises(
+            ModelMismatchError, match=r"plain_bias bfloat16\[8\], are neither in the model that"
+        ):
             self.follow(model, memory_url, 1)
 
     def test_an_engine_of_another_dtype_is_told_both_and_the_cures(self, memory_url: str) -> None:
@@ -390,7 +445,9 @@ class TestCoverage:
         with pytest.raises(ModelMismatchError, match=told):
             extension.open_shard(runner, memory_url)
 
-    def test_what_the_channel_lacks_is_refused(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_what_the_channel_lacks_is_refused(
+        self, memory_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         held = checkpoint() | {"inv_freq": torch.zeros(3)}  # which the loader ignores
         monkeypatch.setattr(layers, "checkpoint", lambda _: iter(held.items()))
         weights = {"plain": checkpoint()["plain"]}
@@ -398,7 +455,9 @@ class TestCoverage:
         channel.create(weights)
         channel.anchor(weights)
         model = Ignoring()
-        with pytest.raises(ModelMismatchError, match="1 tensors of the model, such as experts, are not in the channel"):
+        with pytest.raises(
+            ModelMismatchError, match="1 tensors of the model, such as experts, are not in the channel"
+        ):
             self.follow(model, memory_url, 1)
         assert all(torch.equal(held, checkpoint()[name]) for name, held in model.state_dict().items())
 
@@ -502,7 +561,9 @@ class TestDerivedCopies:
         attention = model.attention
         attention.register_buffer("sinks", model.sinks.detach().float(), persistent=False)
         held, before = attention.sinks, attention.sinks.clone()
-        attention.process_weights_after_loading = lambda _: setattr(attention, "sinks", model.sinks.detach().float())
+        attention.process_weights_after_loading = lambda _: setattr(
+            attention, "sinks", model.sinks.detach().float()
+        )
         with pytest.raises(ModelMismatchError, match=r"Attention\.sinks"):
             derived.find(model, set(), set())
         assert attention.sinks is held
@@ -580,7 +641,9 @@ class TestDerivedCopies:
             if register is None:
                 model.filled.copy_(made)
             else:
-                model.register_buffer("made", made, persistent=False) if register else setattr(model, "made", [made])
+                model.register_buffer("made", made, persistent=False) if register else setattr(
+                    model, "made", [made]
+                )
             derived.note_loaded(model)
             model.later = torch.randn(8)  # by a warm-up
             with pytest.raises(ModelMismatchError, match=r"Model\.(made|filled)"):
@@ -599,7 +662,9 @@ class TestDerivedCopies:
         model.experts.data.copy_(model.loaded)
         assert derived.find(model, set(), set()) == []
 
-    def test_commits_and_what_undoes_them_refresh_it(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_commits_and_what_undoes_them_refresh_it(
+        self, memory_url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         torch.manual_seed(0)
         model = WithSinks(in_place=True)
         weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -627,9 +692,18 @@ class TestDerivedCopies:
             ("v1/attention/backends/flashinfer.py", r"self\._sinks_source = sinks"),
             ("v1/attention/backends/flashinfer.py", r"self\.sinks\.copy_\(source_sinks\)"),
             ("v1/attention/backends/flashinfer.py", r"def process_weights_after_loading\(self, act_dtype"),
-            ("model_executor/layers/attention/attention.py", r"self\.impl\.process_weights_after_loading\(act_dtype\)"),
-            ("model_executor/layers/fused_moe/runner/moe_runner.py", r"if self\._combined_gate_weight is None:"),
-            ("model_executor/layers/fused_moe/runner/moe_runner.py", r"self\._fse_fuse_gate = gate is not None and shared"),
+            (
+                "model_executor/layers/attention/attention.py",
+                r"self\.impl\.process_weights_after_loading\(act_dtype\)",
+            ),
+            (
+                "model_executor/layers/fused_moe/runner/moe_runner.py",
+                r"if self\._combined_gate_weight is None:",
+            ),
+            (
+                "model_executor/layers/fused_moe/runner/moe_runner.py",
+                r"self\._fse_fuse_gate = gate is not None and shared",
+            ),
             ("models/glm5next/common/kda.py", r"self\._merged_conv_weight: torch\.Tensor \| None = None"),
             ("models/glm5next/common/attention.py", r"self\._wp_fp32: torch\.Tensor \| None = None"),
         ],
@@ -693,7 +767,9 @@ class TestUnsettled:
         monkeypatch.setattr(layers, "checkpoint", lambda _: iter(checkpoint().items()))
         model, steps = Model(), []
         vllm_worker = extension.DeltaSyncWorkerExtension()
-        vllm_worker.model_runner = tests_driving.runner_of(lambda: model, reload_weights=lambda: steps.append("reloaded"))
+        vllm_worker.model_runner = tests_driving.runner_of(
+            lambda: model, reload_weights=lambda: steps.append("reloaded")
+        )
         vllm_worker.execute_model = lambda: steps.append(model.plain.sum().item())
         assert vllm_worker.deltasync_open(url) == {"result": None}
         of = vllm_worker._deltasync_shard
@@ -830,7 +906,9 @@ class TestThreads:
 
 
 class TestWarmUp:
-    def test_kernels_are_compiled_before_vllm_watches_for_compilations(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_kernels_are_compiled_before_vllm_watches_for_compilations(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         told: list[object] = []
         kernels = SimpleNamespace(warm_up=lambda device, dtype: told.append((device.type, dtype)))
         monkeypatch.setattr(extension, "segment_kernels", lambda device: kernels)
@@ -848,7 +926,9 @@ class TestWarmUp:
         assert told[2:] == ["vLLM's"]
         extension.warm_up_first(SimpleNamespace())  # a platform's worker without it
 
-    def test_the_staging_thread_uses_the_models_device(self, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_staging_thread_uses_the_models_device(
+        self, url: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         used = []
         monkeypatch.setattr(torch.accelerator, "set_device_index", used.append)
         of = replica(Model(), url)

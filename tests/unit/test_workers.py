@@ -1,4 +1,6 @@
-"""Several workers at once: what may be asked of one, and that none is left behind with uncertain weights in silence."""
+"""Several workers at once: what may be asked of one, and that none is left behind with uncertain weights in
+silence.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,11 @@ def commit(two: Two) -> Commit:
     return target.commit([record])  # type: ignore[list-item]
 
 
-UNCERTAIN, STAGE, MISMATCH = CommitError("half-way"), StageError("untouched"), FingerprintMismatchError("rolled back")
+UNCERTAIN, STAGE, MISMATCH = (
+    CommitError("half-way"),
+    StageError("untouched"),
+    FingerprintMismatchError("rolled back"),
+)
 
 
 @pytest.mark.parametrize(
@@ -97,7 +103,9 @@ def test_times_are_the_longest_and_changes_add_up() -> None:
 
 
 class Halves:
-    """Two workers with half of a tensor each, which they need whole before they stage, and a third without a part of it."""
+    """Two workers with half of a tensor each, which they need whole before they stage, and a third without a
+    part of it.
+    """
 
     def __init__(self, keeps: bool = True) -> None:
         self.keeps = keeps
@@ -114,7 +122,9 @@ class Halves:
             return [{"result": None}] * 3
         assert called == "stage"
         lacks = not (self.keeps and self.came)
-        first = {"error": {"kind": "ShareError", "message": "", "tensors": ["w"]}} if lacks else {"result": True}
+        first = (
+            {"error": {"kind": "ShareError", "message": "", "tensors": ["w"]}} if lacks else {"result": True}
+        )
         return [first, {"result": True}, {"result": True}]
 
 
@@ -150,7 +160,9 @@ def test_only_what_is_listed_can_be_called(engine: Engine, trainer: Trainer, mem
     assert BACKGROUND < CALLS
 
 
-def test_work_that_nobody_waited_for_is_not_taken_for_the_next(engine: Engine, trainer: Trainer, memory_url: str) -> None:
+def test_work_that_nobody_waited_for_is_not_taken_for_the_next(
+    engine: Engine, trainer: Trainer, memory_url: str
+) -> None:
     trainer.publish()
     engine.worker.deltasync_open(memory_url)
     opened = engine.worker._deltasync_shard
@@ -216,7 +228,9 @@ def test_an_offline_model_is_audited_after_a_commit_that_could_not_be_undone(
     replica.close()
 
 
-def test_an_offline_model_waits_for_a_version_only_so_long(engine: Engine, trainer: Trainer, memory_url: str) -> None:
+def test_an_offline_model_waits_for_a_version_only_so_long(
+    engine: Engine, trainer: Trainer, memory_url: str
+) -> None:
     replica = OfflineReplica(LLM(engine), ReplicaSettings(channel=memory_url, replica_id="unit"))
     with pytest.raises(ApplyError, match="is not live, but version None"):
         replica.sync(timeout_s=0.1)

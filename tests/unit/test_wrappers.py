@@ -1,4 +1,6 @@
-"""Tensors without memory of their own are published by value or refused by name, and never taken for each other."""
+"""Tensors without memory of their own are published by value or refused by name, and never taken for each
+other.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from tests.conftest import assert_same_bits
 from tests.wrapped import Again, Forwarding, Mute, OnlyDequantized, Scaled
 
 
-def layers(kind: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.bfloat16) -> nn.Sequential:
+def layers(
+    kind: Callable[[torch.Tensor], torch.Tensor], dtype: torch.dtype = torch.bfloat16
+) -> nn.Sequential:
     """Two linear layers of one shape, their weights of a kind, and a norm that is plain."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False), nn.LayerNorm(8)).to(dtype)
@@ -80,11 +84,14 @@ def test_weights_that_become_wrapped_or_plain_again_are_published_by_value(memor
 
 @pytest.mark.parametrize("stream", STREAMS)
 @pytest.mark.parametrize("kind", [Mute, Again])
-def test_weights_that_do_not_tell_their_values_are_refused_by_name(memory_url: str, kind: type[Scaled], stream: str) -> None:
+def test_weights_that_do_not_tell_their_values_are_refused_by_name(
+    memory_url: str, kind: type[Scaled], stream: str
+) -> None:
     model = layers(kind.of)
     with Publisher(memory_url) as publisher:
         with pytest.raises(
-            ConfigError, match=rf"^0\.weight is a {kind.__name__}, whose values cannot be read \(.*\)\. Publish"
+            ConfigError,
+            match=rf"^0\.weight is a {kind.__name__}, whose values cannot be read \(.*\)\. Publish",
         ):
             publisher.publish(STREAMS[stream](model))
         publisher.publish(layers(Scaled.of)).wait(60)
@@ -102,7 +109,9 @@ def test_wrapped_weights_are_tied_by_their_parameter_alone() -> None:
     model = layers(Scaled.of)
     model[1].weight = model[0].weight
     assert [*module_tensors(model)] == ["0.weight", "2.weight", "2.bias"]
-    model[1].weight = nn.Parameter(Scaled(model[0].weight.values, model[0].weight.scale * 2), requires_grad=False)
+    model[1].weight = nn.Parameter(
+        Scaled(model[0].weight.values, model[0].weight.scale * 2), requires_grad=False
+    )
     assert [*module_tensors(model)] == ["0.weight", "1.weight", "2.weight", "2.bias"]
 
 
@@ -123,7 +132,9 @@ def test_views_of_another_dtype_are_not_tied() -> None:
 
 @pytest.mark.parametrize("published", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tensor_whose_memory_was_freed_is_refused_by_name(memory_url: str, dtype: torch.dtype, published: bool) -> None:
+def test_a_tensor_whose_memory_was_freed_is_refused_by_name(
+    memory_url: str, dtype: torch.dtype, published: bool
+) -> None:
     weights = {"a": torch.ones(4, dtype=dtype), "b": torch.ones(4, 4, dtype=dtype)}
     with Publisher(memory_url) as publisher:
         if published:
@@ -148,7 +159,10 @@ def test_a_tensor_that_negates_its_memory_is_published_by_value(memory_url: str)
 
 
 def test_a_sparse_tensor_is_refused_by_name(memory_url: str) -> None:
-    with Publisher(memory_url) as publisher, pytest.raises(ModelMismatchError, match=r"^w is sparse \(torch.sparse_coo\)"):
+    with (
+        Publisher(memory_url) as publisher,
+        pytest.raises(ModelMismatchError, match=r"^w is sparse \(torch.sparse_coo\)"),
+    ):
         publisher.publish({"w": torch.eye(3).to_sparse()})
 
 
@@ -165,13 +179,19 @@ def test_a_module_with_a_tensor_of_another_layout_is_refused_by_its_name(memory_
 @pytest.mark.parametrize("stream", STREAMS)
 def test_a_parameter_without_a_shape_is_refused_by_name(memory_url: str, stream: str) -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.LazyLinear(2))
-    with Publisher(memory_url) as publisher, pytest.raises(ModelMismatchError, match=r"^1\.weight is not initialized"):
+    with (
+        Publisher(memory_url) as publisher,
+        pytest.raises(ModelMismatchError, match=r"^1\.weight is not initialized"),
+    ):
         publisher.publish(STREAMS[stream](model))
 
 
 def test_a_nested_tensor_is_refused_by_name(memory_url: str) -> None:
     nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
-    with Publisher(memory_url) as publisher, pytest.raises(ModelMismatchError, match=r"^w is a nested tensor"):
+    with (
+        Publisher(memory_url) as publisher,
+        pytest.raises(ModelMismatchError, match=r"^w is a nested tensor"),
+    ):
         publisher.publish({"w": nested})
 
 
@@ -182,7 +202,9 @@ def test_no_bits_are_read_at_address_0() -> None:
         bits_of(freed)
 
 
-def test_wrapped_weights_are_quantized_by_their_values(memory_url: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_wrapped_weights_are_quantized_by_their_values(
+    memory_url: str, caplog: pytest.LogCaptureFixture
+) -> None:
     model, plain = layers(Scaled.of), layers(lambda weight: weight)
     for layer, other in zip(plain[:2], model[:2], strict=True):
         layer.weight = nn.Parameter(value_of(other.weight))

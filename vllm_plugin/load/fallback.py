@@ -1,8 +1,8 @@
-"""The fallback for tensors that vLLM keeps in its own layout (repacked, quantized): they are patched in a mirror on the
-host, and vLLM loads their layers again from there.
+"""The fallback for tensors that vLLM keeps in its own layout (repacked, quantized): they are patched in a
+mirror on the host, and vLLM loads their layers again from there.
 
-The work is proportional to the layers that changed, not to the changes in them. Fingerprints prove the mirror; for live
-memory vLLM's loader is trusted.
+The work is proportional to the layers that changed, not to the changes in them. Fingerprints prove the
+mirror; for live memory vLLM's loader is trusted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ Weights = Mapping[str, torch.Tensor]
 def mirrored(
     plan: LoadPlan, specs: Mapping[str, TensorSpec], tensors: Iterable[tuple[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Return host copies of the checkpoint's tensors that have a reason in the plan, and of the others in their layers.
+    """Return host copies of the checkpoint's tensors that have a reason in the plan, and of the others in
+    their layers.
 
     The others get a reason too, because they are loaded again with their layers.
 
@@ -48,16 +49,19 @@ def mirrored(
         plan.reasons.setdefault(name, "others of its layer are loaded again")
     if missing := sorted(wanted - copies.keys()):
         raise ModelMismatchError(
-            f"The checkpoint that vLLM loaded has no {specs[missing[0]]}, and {plan.reasons[missing[0]]}, so its layer "
+            f"The checkpoint that vLLM loaded has no {specs[missing[0]]}, and {plan.reasons[missing[0]]}, so "
+            "its layer "
             "cannot be loaded again: serve the checkpoint that the channel starts from."
         )
     return copies
 
 
 class Mirror:
-    """Host copies of tensors as in the checkpoint, which commits mutate, and vLLM's layerwise reload from them.
+    """Host copies of tensors as in the checkpoint, which commits mutate, and vLLM's layerwise reload from
+    them.
 
-    `config` is vLLM's of the model. `layers` has the modules that tensors are loaded into, `reasons` why they are mirrored.
+    `config` is vLLM's of the model. `layers` has the modules that tensors are loaded into, `reasons` why they
+    are mirrored.
 
     Attributes:
         dirty: Modules that hold unknown values, because reloading them failed.
@@ -78,7 +82,9 @@ class Mirror:
     @property
     def segments(self) -> dict[str, list[Segment]]:
         """The places of the mirrored tensors."""
-        return {name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()}
+        return {
+            name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()
+        }
 
     @property
     def modules(self) -> set[torch.nn.Module]:
@@ -86,25 +92,42 @@ class Mirror:
         return set().union(*self._layers.values())
 
     def prove(self, covered: Set[int] = frozenset()) -> None:
-        """Make sure that reloading a changed tensor changes its layers, and that the unchanged mirror restores live memory.
+        """Make sure that reloading a changed tensor changes its layers, and that the unchanged mirror
+        restores live memory.
 
-        Of layers that are alike, tensor by tensor in the first, and with all tensors at once in the others. `covered` are
-        addresses of storages that commits write by themselves.
+        Of layers that are alike, tensor by tensor in the first, and with all tensors at once in the others.
+        `covered` are addresses of storages that commits write by themselves.
 
         Raises:
             ModelMismatchError: it does not; live memory is as before.
         """
         known = set()
         for layers, names in _together(self._layers):  # in groups, to hold fewer copies on the host at once
-            kind = *sorted(re.sub("[0-9]+", "#", name) for name in names), *sorted(type(layer).__name__ for layer in layers)
+            kind = (
+                *sorted(re.sub("[0-9]+", "#", name) for name in names),
+                *sorted(type(layer).__name__ for layer in layers),
+            )
             self._prove(layers, sorted(names), kind not in known, covered)
             known.add(kind)
 
-    def _prove(self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]) -> None:
-        live = {layer: {name: each for name, each in held_tensors(layer).items() if not each.is_meta} for layer in layers}
-        before = {layer: {name: _on_host(tensor) for name, tensor in tensors.items()} for layer, tensors in live.items()}
-        places = {layer: {name: tensor.data_ptr() for name, tensor in tensors.items()} for layer, tensors in live.items()}
-        attributes = {layer: (dict(vars(layer)), dict(layer._parameters), dict(layer._buffers)) for layer in layers}
+    def _prove(
+        self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]
+    ) -> None:
+        live = {
+            layer: {name: each for name, each in held_tensors(layer).items() if not each.is_meta}
+            for layer in layers
+        }
+        before = {
+            layer: {name: _on_host(tensor) for name, tensor in tensors.items()}
+            for layer, tensors in live.items()
+        }
+        places = {
+            layer: {name: tensor.data_ptr() for name, tensor in tensors.items()}
+            for layer, tensors in live.items()
+        }
+        attributes = {
+            layer: (dict(vars(layer)), dict(layer._parameters), dict(layer._buffers)) for layer in layers
+        }
         problem = cause = None
         try:
             idle = self._stale(names, before, covered) + (self._idle(names, before) if one_by_one else [])
@@ -112,7 +135,9 @@ class Mirror:
                 problem = f"does not change {idle[0]}"
             self.reload(names)
             if wrong := sorted(
-                f"{type(layer).__name__}.{name}" for layer in layers for name in _differences(layer, before[layer])
+                f"{type(layer).__name__}.{name}"
+                for layer in layers
+                for name in _differences(layer, before[layer])
             ):
                 problem = problem or f"gives another {', '.join(wrong[:5])}"
             for layer in layers:
@@ -131,12 +156,17 @@ class Mirror:
         if problem is not None:
             reasons = f" ({self._reasons[names[0]]})" if names[0] in self._reasons else ""
             raise ModelMismatchError(
-                f"vLLM does not keep {len(self._tensors)} tensors as they are in the checkpoint{reasons}, and having it "
+                f"vLLM does not keep {len(self._tensors)} tensors as they are in the checkpoint{reasons}, "
+                "and having it "
                 f"load them again {problem}, so this model cannot be updated."
             ) from cause
 
-    def _stale(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights], covered: Set[int]) -> list[str]:
-        """Reload with all tensors changed. Returns the layers, and what loading made in them, that this does not change."""
+    def _stale(
+        self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights], covered: Set[int]
+    ) -> list[str]:
+        """Reload with all tensors changed. Returns the layers, and what loading made in them, that this does
+        not change.
+        """
         model, found = self._model, list[str]()
         with self._changed(names):
             self.reload(names)
@@ -150,11 +180,13 @@ class Mirror:
     def _idle(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights]) -> list[str]:
         """Reload with half of the tensors changed, as many times as their numbers have bits.
 
-        Elements that each of them alone makes up show its number by when they change. Returns the tensors whose numbers are
-        not found, and that alone change nothing.
+        Elements that each of them alone makes up show its number by when they change. Returns the tensors
+        whose numbers are not found, and that alone change nothing.
         """
         found: set[int] = set()
-        codes = {(layer, name): torch.zeros(0, device="cpu") for layer, held in before.items() for name in held}
+        codes = {
+            (layer, name): torch.zeros(0, device="cpu") for layer, held in before.items() for name in held
+        }
         for bit in range(len(names).bit_length()):
             with self._changed([name for number, name in enumerate(names, 1) if number >> bit & 1]):
                 self.reload(names)
@@ -189,7 +221,8 @@ class Mirror:
                 self._tensors[name].copy_(tensor)
 
     def reload(self, changed: Iterable[str]) -> float:
-        """Load the layers of those changed tensors that are mirrored, and what is `dirty`. Mutates live weights.
+        """Load the layers of those changed tensors that are mirrored, and what is `dirty`. Mutates live
+        weights.
 
         Returns the seconds it took.
 
@@ -200,7 +233,10 @@ class Mirror:
         if not layers:
             return 0.0
         self.dirty = layers
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+        from vllm.model_executor.model_loader.reload import (
+            finalize_layerwise_reload,
+            initialize_layerwise_reload,
+        )
 
         before = time.perf_counter()
         names = [name for name, of in self._layers.items() if of & layers]
@@ -219,12 +255,23 @@ class Mirror:
 
 @contextlib.contextmanager
 def _kept_attributes(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Keep tensors that layers hold in attributes at their addresses, which CUDA graphs have, if the body makes others."""
-    before = [(vars(layer), name, value) for layer in layers for name, value in vars(layer).items() if _is_tensor(value)]
+    """Keep tensors that layers hold in attributes at their addresses, which CUDA graphs have, if the body
+    makes others.
+    """
+    before = [
+        (vars(layer), name, value)
+        for layer in layers
+        for name, value in vars(layer).items()
+        if _is_tensor(value)
+    ]
     yield
     for attributes, name, tensor in before:
         other = attributes.get(name)
-        if other is not tensor and _is_tensor(other) and (other.dtype, other.shape) == (tensor.dtype, tensor.shape):
+        if (
+            other is not tensor
+            and _is_tensor(other)
+            and (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
+        ):
             attributes[name] = tensor.copy_(other)
 
 
@@ -252,7 +299,11 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 def _differences(layer: torch.nn.Module, tensors: Weights) -> set[str]:
     """Return the names of a layer's tensors whose bits differ from these, which are on the host."""
     now = held_tensors(layer)
-    return {name for name in tensors if name not in now or not torch.equal(_bits(now[name]).cpu(), _bits(tensors[name]))}
+    return {
+        name
+        for name in tensors
+        if name not in now or not torch.equal(_bits(now[name]).cpu(), _bits(tensors[name]))
+    }
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

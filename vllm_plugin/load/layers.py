@@ -16,14 +16,18 @@ from vllm_plugin import logger
 
 
 def restore(twin: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Give a copy of a module meta tensors for parameters that vLLM changed after loading, and its own `load_weights`."""
+    """Give a copy of a module meta tensors for parameters that vLLM changed after loading, and its own
+    `load_weights`.
+    """
     if hasattr(vars(twin).get("load_weights"), "deltasync_refuses"):
         del twin.load_weights
     twin._parameters |= _before_changes(module)  # type: ignore[arg-type]
 
 
 def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a layer's parameters that vLLM added after loading the model; none if it also changed others in the layer."""
+    """Return a layer's parameters that vLLM added after loading the model; none if it also changed others in
+    the layer.
+    """
     recorded = _recorded(layer)
     if recorded is None or _before_changes(layer):
         return {}
@@ -36,7 +40,9 @@ LOADER = load_plan.Loader("vLLM", restore, computed_parameters)
 
 
 def draft(runner: Any) -> tuple[torch.nn.Module | None, bool]:
-    """Return the draft model of either of vLLM's model runners, and whether the model's own checkpoint has it."""
+    """Return the draft model of either of vLLM's model runners, and whether the model's own checkpoint has
+    it.
+    """
     drafter = getattr(runner, "drafter", None) or getattr(runner, "speculator", None)
     model = getattr(drafter, "model", None)
     if not isinstance(model, torch.nn.Module):
@@ -73,7 +79,9 @@ def _checkpoint(load_config: Any, model_config: Any, model: Any) -> Iterator[tup
 
 
 def _before_changes(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a layer's parameters as they were before vLLM changed them: meta tensors with weight loaders, or none."""
+    """Return a layer's parameters as they were before vLLM changed them: meta tensors with weight loaders, or
+    none.
+    """
     recorded = _recorded(layer) or {}
     if all(_layout(layer._parameters.get(name)) == _layout(tensor) for name, tensor in recorded.items()):
         return {}
@@ -88,7 +96,9 @@ def _before_changes(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _recorded(layer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
-    """Return the parameters before loading, as vLLM keeps them for its layerwise reload, or None if it does not."""
+    """Return the parameters before loading, as vLLM keeps them for its layerwise reload, or None if it does
+    not.
+    """
     layerwise = sys.modules.get("vllm.model_executor.model_loader.reload.layerwise")
     info = None if layerwise is None else layerwise.LAYERWISE_INFO.get(layer)
     return None if info is None else info.restore_metadata[0]
@@ -99,7 +109,9 @@ def _layout(tensor: torch.Tensor | None) -> tuple[torch.dtype, torch.Size] | Non
 
 
 def note_models() -> None:
-    """Make vLLM note a model before it loads weights, to see what that changes. Call before a model is configured."""
+    """Make vLLM note a model before it loads weights, to see what that changes. Call before a model is
+    configured.
+    """
     from vllm.model_executor.model_loader import utils
 
     @around(utils, "record_metadata_for_reloading")
@@ -109,19 +121,23 @@ def note_models() -> None:
 
 
 LATER = {
-    "_combined_gate_weight": "_fse_fuse_gate",  # experts whose router and shared expert have one gate: Qwen3-Next on AMD's
+    # experts whose router and shared expert have one gate: Qwen3-Next on AMD's
+    "_combined_gate_weight": "_fse_fuse_gate",
     "_merged_conv_weight": None,  # GLM-5 Next
     "_wp_fp32": None,  # its indexer
     "_fused_weight": None,  # Muse Spark, vLLM 0.33
 }
-"""As `derived.find` takes them: what loading makes is seen by itself; these do not exist yet when a channel is opened."""
+"""As `derived.find` takes them: what loading makes is seen by itself; these do not exist yet when a channel
+is opened.
+"""
 
 
 def keep_weights_addressable() -> None:
-    """Make vLLM's layers on CPUs use weights as loaded. Call before a model is configured; does nothing on GPUs.
+    """Make vLLM's layers on CPUs use weights as loaded. Call before a model is configured; does nothing on
+    GPUs.
 
-    By default vLLM repacks them for oneDNN or SGL kernels, and those of latent attention for AMX, and frees the original, so
-    no address holds a checkpoint element.
+    By default vLLM repacks them for oneDNN or SGL kernels, and those of latent attention for AMX, and frees
+    the original, so no address holds a checkpoint element.
     """
     from vllm.platforms import current_platform
 
@@ -136,7 +152,9 @@ def keep_weights_addressable() -> None:
 
     @functools.wraps(configure)
     def check_and_update_config(vllm_config: Any) -> None:
-        if vllm_config.attention_config.backend is None and getattr(vllm_config.model_config, "use_mla", False):
+        if vllm_config.attention_config.backend is None and getattr(
+            vllm_config.model_config, "use_mla", False
+        ):
             vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
         configure(vllm_config)
 
@@ -147,8 +165,13 @@ def keep_weights_addressable() -> None:
 
 
 def prepare_reload(layer: Any) -> None:
-    """Make vLLM repack an expert layer on a CPU when it is loaded again: it only does so when it builds the kernel."""
+    """Make vLLM repack an expert layer on a CPU when it is loaded again: it only does so when it builds the
+    kernel.
+    """
     from vllm.platforms import current_platform
 
-    if current_platform.is_cpu() and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None:
+    if (
+        current_platform.is_cpu()
+        and getattr(getattr(layer, "quant_method", None), "moe_kernel", None) is not None
+    ):
         layer.quant_method.moe_kernel = None

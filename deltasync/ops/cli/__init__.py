@@ -1,4 +1,5 @@
-"""The `deltasync` command. A command's module is imported on use, so that `--help` needs neither torch nor vLLM.
+"""The `deltasync` command. A command's module is imported on use, so that `--help` needs neither torch nor
+vLLM.
 
 Data goes to stdout, messages to stderr.
 """
@@ -42,11 +43,15 @@ class _LazyGroup(ProgramGroup):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in _COMMANDS:
             return None
-        command: click.Command = getattr(importlib.import_module(f"deltasync.ops.cli.{_COMMANDS[cmd_name][0]}"), cmd_name)
+        command: click.Command = getattr(
+            importlib.import_module(f"deltasync.ops.cli.{_COMMANDS[cmd_name][0]}"), cmd_name
+        )
         complete_help(command)
         return command
 
-    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
         near = difflib.get_close_matches(args[0], _COMMANDS, n=1)
         if args[0] not in _COMMANDS and near and not args[0].startswith("-"):
             ctx.fail(f"No such command {args[0]!r}. Did you mean {near[0]}?")
@@ -62,6 +67,6 @@ class _LazyGroup(ProgramGroup):
 def main() -> None:
     """Sync RL weights as the bits that changed.
 
-    A trainer publishes versions of its weights to a channel, a URL such as file:///data/run. Replicas follow the channel and
-    patch their live weights in place, bit for bit.
+    A trainer publishes versions of its weights to a channel, a URL such as file:///data/run. Replicas follow
+    the channel and patch their live weights in place, bit for bit.
     """

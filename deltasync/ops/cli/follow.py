@@ -23,7 +23,9 @@ _SERVER_S = 60.0  # wait for a server by default
 
 
 class _Printer:
-    """Prints the progress of a `Follow`. Ends it after `timeout_s` without a new version, or if the first one fails."""
+    """Prints the progress of a `Follow`. Ends it after `timeout_s` without a new version, or if the first one
+    fails.
+    """
 
     def __init__(self, target: MemoryTarget, timeout_s: float | None, as_json: bool) -> None:
         self._target, self._timeout_s, self._as_json = target, timeout_s, as_json
@@ -64,15 +66,21 @@ class _Printer:
             follow.end()
 
 
-def _ask_server(server: str, *, once: bool, pin: str | None, timeout_s: float | None, as_json: bool, **_: object) -> None:
+def _ask_server(
+    server: str, *, once: bool, pin: str | None, timeout_s: float | None, as_json: bool, **_: object
+) -> None:
     """Pin a server, or make it refresh, and wait until it serves the version."""
     from deltasync.serve import heartbeat
 
     if not once and pin is None:
-        raise click.UsageError("A server follows its channel by itself. Use --once to refresh it now, or --pin VERSION.")
+        raise click.UsageError(
+            "A server follows its channel by itself. Use --once to refresh it now, or --pin VERSION."
+        )
     route, body = ("sync", {}) if pin is None else ("pin", {"pin": pin})
     wait_s = _SERVER_S if timeout_s is None else timeout_s
-    with reported(f"{route} of {server}", f"It ends after {wait_s:g} s; GET {server}/deltasync/status says why."):
+    with reported(
+        f"{route} of {server}", f"It ends after {wait_s:g} s; GET {server}/deltasync/status says why."
+    ):
         answer = with_bars(heartbeat.post, server, route, body, wait_s)
     if as_json:
         echo_json(answer)
@@ -80,24 +88,33 @@ def _ask_server(server: str, *, once: bool, pin: str | None, timeout_s: float | 
         echo(f"{server} serves version {answer['version']}")
 
 
-@channel_command("one JSON object per version", metavar="CHANNEL|SERVER", server=_ask_server, directories=True)
+@channel_command(
+    "one JSON object per version", metavar="CHANNEL|SERVER", server=_ask_server, directories=True
+)
 @click.option("--once", is_flag=True, help="Fetch the newest version and exit.")
 @click.option(
-    "--pin", metavar="VERSION", help="Stay at this version; `newest` unpins a server. Default: DELTASYNC_PIN, or the newest."
+    "--pin",
+    metavar="VERSION",
+    help="Stay at this version; `newest` unpins a server. Default: DELTASYNC_PIN, or the newest.",
 )
 @timeout
 def follow(
-    reader: ChannelReader | str, once: bool, pin: str | None, timeout_s: float | None, base: str | None, as_json: bool
+    reader: ChannelReader | str,
+    once: bool,
+    pin: str | None,
+    timeout_s: float | None,
+    base: str | None,
+    as_json: bool,
 ) -> None:
     """Follow CHANNEL with a replica in host memory, and check the bits of every version.
 
-    Waits for the first version. Ends with Ctrl-C, --once or --timeout. CHANNEL may be weight_v+URL: version directories as
-    slime, miles and ModelExpress write them.
+    Waits for the first version. Ends with Ctrl-C, --once or --timeout. CHANNEL may be weight_v+URL: version
+    directories as slime, miles and ModelExpress write them.
 
-    With SERVER, the http URL of a vLLM or SGLang server that follows a channel, --once makes it poll its channel now, and
-    --pin VERSION makes it serve that version, older or newer, and stay there, until --pin newest. The command returns when
-    the version is served, and fails after --timeout, by default 60 s. Trainers do not wait for a pinned server.
-    DELTASYNC_HTTP_TOKEN is sent to the server if it is set.
+    With SERVER, the http URL of a vLLM or SGLang server that follows a channel, --once makes it poll its
+    channel now, and --pin VERSION makes it serve that version, older or newer, and stay there, until --pin
+    newest. The command returns when the version is served, and fails after --timeout, by default 60 s.
+    Trainers do not wait for a pinned server. DELTASYNC_HTTP_TOKEN is sent to the server if it is set.
     """
     from deltasync.channel.reading import ChannelReader
     from deltasync.config import ReplicaSettings
@@ -129,14 +146,18 @@ def follow(
 @channel_command("the counts as JSON, per step that copied something", metavar="SOURCE", directories=True)
 @click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
 @click.option("--once", is_flag=True, help="Copy the current objects and exit.")
-def relay(reader: ChannelReader | str, targets: tuple[str, ...], once: bool, base: str | None, as_json: bool) -> None:
-    """Copy the channel SOURCE to each URL TARGET, then every new version as it is published. Every digest is checked.
+def relay(
+    reader: ChannelReader | str, targets: tuple[str, ...], once: bool, base: str | None, as_json: bool
+) -> None:
+    """Copy the channel SOURCE to each URL TARGET, then every new version as it is published. Every digest is
+    checked.
 
-    Waits for the channel. At TARGET only head is replaced, and nothing is deleted. Safe to interrupt: each TARGET stays
-    readable, and the same command resumes. Damaged objects are left out and named. Ends with Ctrl-C, SIGTERM or --once,
-    which does not wait, and then exits non-zero if objects were left out.
+    Waits for the channel. At TARGET only head is replaced, and nothing is deleted. Safe to interrupt: each
+    TARGET stays readable, and the same command resumes. Damaged objects are left out and named. Ends with
+    Ctrl-C, SIGTERM or --once, which does not wait, and then exits non-zero if objects were left out.
 
-    SOURCE or the only TARGET may be weight_v+URL: version directories as slime, miles and ModelExpress write and read them.
+    SOURCE or the only TARGET may be weight_v+URL: version directories as slime, miles and ModelExpress write
+    and read them.
     """
     from deltasync import ops
     from deltasync.ops.cli.interchange import relay_from, write
@@ -157,7 +178,9 @@ def relay(reader: ChannelReader | str, targets: tuple[str, ...], once: bool, bas
         copied = with_bars(ops.copy, reader, *stores)
         skipped = f", {count(copied.skipped, 'object')} there already" if copied.skipped else ""
         stored = f"copied {count(copied.objects, 'object')}, {copied.bytes:,} bytes{skipped}"
-        sys.exit(show_copied(copied, as_json, f"{', '.join(targets)} is at version {copied.version}: {stored}"))
+        sys.exit(
+            show_copied(copied, as_json, f"{', '.join(targets)} is at version {copied.version}: {stored}")
+        )
     printer = _CopyPrinter(as_json)
     printer.relay = relay = ops.Relay(reader, stores, printer)
     relay.follow.run()

@@ -22,7 +22,9 @@ _LASTING = (ConfigError, ChannelInUseError, PublishError)
 
 
 def published(source: str, base: str | None) -> str:
-    """Publish version directories to a channel in this process, from a thread. Returns its URL once it has a version."""
+    """Publish version directories to a channel in this process, from a thread. Returns its URL once it has a
+    version.
+    """
     from deltasync.interchange import Import
     from deltasync.stores import open_store
 
@@ -85,7 +87,8 @@ def _loop(
     once: bool = False,
     unfinished: Callable[[], NotPublishedError | None] = lambda: None,
 ) -> None:
-    """Show new versions as they appear. Errors of the `ending` kinds are raised, others said once and tried again.
+    """Show new versions as they appear. Errors of the `ending` kinds are raised, others said once and tried
+    again.
 
     What is `unfinished` then is raised at `once`, and otherwise said if it is so for `_UNFINISHED_POLLS`.
     """
@@ -101,7 +104,9 @@ def _loop(
             if error is None:
                 said = ""
             elif polls == _UNFINISHED_POLLS:
-                echo(f"deltasync: {error} Waiting for it, or for a later version with full weights.", err=True)
+                echo(
+                    f"deltasync: {error} Waiting for it, or for a later version with full weights.", err=True
+                )
         except ending:
             raise
         except DeltaSyncError as error:

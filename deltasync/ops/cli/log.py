@@ -39,7 +39,8 @@ _field = functools.partial(field, width=16)
 def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, Any]:
     """Return the row that `log` prints for a version, a compaction or an announced anchor, as plain data.
 
-    `sha256` is the digest of the version that the record produces. `total` is the number of elements of all tensors.
+    `sha256` is the digest of the version that the record produces. `total` is the number of elements of all
+    tensors.
     """
     delta, anchor, reference = record.delta, record.anchor, record.reference
     changed = total if delta is None else delta.changed
@@ -66,14 +67,18 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
 @channel_command("one JSON object per row, oldest first, or the document with its key and digest")
 @click.argument("what", metavar="[VERSION|KEY]", required=False)
 @click.option(
-    "--last", type=click.IntRange(min=1), metavar="N", help=f"Show only the newest N versions. Default: {_SHOWN}, JSON: all."
+    "--last",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Show only the newest N versions. Default: {_SHOWN}, JSON: all.",
 )
 def log(reader: ChannelReader, what: str | None, last: int | None, as_json: bool) -> None:
     """List the versions of CHANNEL, oldest first, each followed by compactions and anchors that produce it.
 
-    Read are the records of the listed versions, and those that somebody needs to join: where an object is missing among
-    these, it ends with an error. With a version's number, `latest`, or the key of a record, seal or compaction as printed
-    by `log --json`, one record is shown in full: its document, signature, shortcuts and most changed tensors.
+    Read are the records of the listed versions, and those that somebody needs to join: where an object is
+    missing among these, it ends with an error. With a version's number, `latest`, or the key of a record,
+    seal or compaction as printed by `log --json`, one record is shown in full: its document, signature,
+    shortcuts and most changed tensors.
     """
     if what is not None:
         if last is not None:
@@ -128,7 +133,11 @@ def _read(reader: ChannelReader, last: int | None) -> tuple[list[dict[str, Any]]
     def newest(slots: Iterable[Slot]) -> list[Slot]:
         """Return the slots that may hold the last versions. Each epoch that ends among them has a seal."""
         listed = list(slots)
-        return listed if last is None else [slot for slot in listed if slot.version > listed[-1].version - last - 2]
+        return (
+            listed
+            if last is None
+            else [slot for slot in listed if slot.version > listed[-1].version - last - 2]
+        )
 
     held = ops.scan_channel(reader, wanted=newest)
     shown = ops.lineage(held.records)[: last or None][::-1]
@@ -154,7 +163,9 @@ def _totals(rows: Iterable[dict[str, Any]]) -> str:
             sizes["compactions" if each["kind"] == "compaction" else "deltas"].append(each["delta_bytes"])
         if each["anchor_bytes"] is not None:
             sizes["anchors"].append(each["anchor_bytes"])
-    return ", ".join(f"{len(listed)} {kind} {size_of(sum(listed))}" for kind, listed in sizes.items() if listed)
+    return ", ".join(
+        f"{len(listed)} {kind} {size_of(sum(listed))}" for kind, listed in sizes.items() if listed
+    )
 
 
 def _show(reader: ChannelReader, what: str, as_json: bool) -> None:
@@ -166,7 +177,9 @@ def _show(reader: ChannelReader, what: str, as_json: bool) -> None:
     signer = signed_by(stored.data)
     document = msgspec.to_builtins(stored.record)
     if as_json:
-        echo_json({"key": stored.key, "sha256": stored.sha256, "bytes": stored.size, "document": document}, indent=2)
+        echo_json(
+            {"key": stored.key, "sha256": stored.sha256, "bytes": stored.size, "document": document}, indent=2
+        )
         return
     _field("key", stored.key)
     _field("sha256", stored.sha256)
@@ -187,12 +200,17 @@ def _show(reader: ChannelReader, what: str, as_json: bool) -> None:
     shortcuts, changed = with_bars(_shortcuts_and_changes, reader, stored)
     for key, document in shortcuts.items():
         more = "" if document.delta is None else f"  {document.delta.changed:,} changed"
-        _field("anchor" if document.delta is None else "compaction", f"{key}  {document.payload_bytes:,} bytes{more}")
+        _field(
+            "anchor" if document.delta is None else "compaction",
+            f"{key}  {document.payload_bytes:,} bytes{more}",
+        )
     if stored.record.delta is not None and stored.record.base is not None:
         total = weight_elements(reader.specs.values())
         since = f"since version {stored.record.base.version}"
         _field("changed", f"{stored.record.delta.changed:,} of {total:,} elements {since}")
-    fractions = {name: changed[name] / spec.element_count for name, spec in reader.specs.items() if name in changed}
+    fractions = {
+        name: changed[name] / spec.element_count for name, spec in reader.specs.items() if name in changed
+    }
     for name in sorted(fractions, key=fractions.__getitem__, reverse=True)[:10]:
         echo(f"{fractions[name]:16.4%} {reader.specs[name]}")
 
@@ -209,12 +227,17 @@ def _find(reader: ChannelReader, what: str) -> StoredRecord:
             raise NotPublishedError(f"{reader.store.url} holds no version yet.")
         return reader.record(newest)
     if keys.slot_of(what) is None and keys.shortcut_of(what) is None:
-        raise ConfigError(f"{what!r} is neither a version, nor `latest`, nor the key of a record or compaction.")
+        raise ConfigError(
+            f"{what!r} is neither a version, nor `latest`, nor the key of a record or compaction."
+        )
     return reader.stored(what)
 
 
-def _shortcuts_and_changes(reader: ChannelReader, stored: StoredRecord) -> tuple[dict[str, Record], dict[str, int]]:
-    """Return a version's compactions and announced anchors by key, and the number of changed elements by tensor.
+def _shortcuts_and_changes(
+    reader: ChannelReader, stored: StoredRecord
+) -> tuple[dict[str, Record], dict[str, int]]:
+    """Return a version's compactions and announced anchors by key, and the number of changed elements by
+    tensor.
 
     The numbers come from the headers of payloads, whose digests are not checked.
     """
@@ -226,27 +249,49 @@ def _shortcuts_and_changes(reader: ChannelReader, stored: StoredRecord) -> tuple
     if record.is_version:
         infos = [info for span, info in reader.shortcuts() if span.version == record.version]
         shortcuts = in_parallel(reader.document, infos, "compactions")
-        found = {info.key: each for info, each in zip(infos, shortcuts, strict=True) if each.sha256 == stored.sha256}
+        found = {
+            info.key: each
+            for info, each in zip(infos, shortcuts, strict=True)
+            if each.sha256 == stored.sha256
+        }
     if record.delta is not None and record.base is not None:
         changed = changed_of(reader.store, ObjectInfo(stored.key, stored.size), record.delta, reader.layout)
     return found, changed
 
 
 @channel_command("one JSON object per tested version, then the result")
-@click.option("--run", "run", required=True, metavar="COMMAND", help="Shell command; {} is the directory of a checkpoint.")
-@click.option("--good", type=click.IntRange(min=1), metavar="VERSION", help="A version that passes. Default: the oldest.")
-@click.option("--bad", type=click.IntRange(min=1), metavar="VERSION", help="A later one that fails. Default: the newest.")
+@click.option(
+    "--run",
+    "run",
+    required=True,
+    metavar="COMMAND",
+    help="Shell command; {} is the directory of a checkpoint.",
+)
+@click.option(
+    "--good",
+    type=click.IntRange(min=1),
+    metavar="VERSION",
+    help="A version that passes. Default: the oldest.",
+)
+@click.option(
+    "--bad",
+    type=click.IntRange(min=1),
+    metavar="VERSION",
+    help="A later one that fails. Default: the newest.",
+)
 def bisect(reader: ChannelReader, run: str, good: int | None, bad: int | None, as_json: bool) -> None:
     """Find the first version of CHANNEL that fails a check, by some log2 of its versions.
 
-    COMMAND exits with 0 for a good version, 125 for one that cannot be tested, 1 to 127 for a bad one; anything else ends
-    the search. Each version is written as a checkpoint to temporary disk. In COMMAND, {} is its directory, and $VERSION its
-    number.
+    COMMAND exits with 0 for a good version, 125 for one that cannot be tested, 1 to 127 for a bad one;
+    anything else ends the search. Each version is written as a checkpoint to temporary disk. In COMMAND, {}
+    is its directory, and $VERSION its number.
     """
     from deltasync import ops
 
     if "{}" not in run:
-        raise click.UsageError("--run needs {}, where the directory of the checkpoint stands: --run 'python check.py {}'")
+        raise click.UsageError(
+            "--run needs {}, where the directory of the checkpoint stands: --run 'python check.py {}'"
+        )
 
     def test(version: int, directory: Path) -> bool | None:
         done = subprocess.run(
@@ -260,7 +305,9 @@ def bisect(reader: ChannelReader, run: str, good: int | None, bad: int | None, a
             check=False,
         )
         if not 0 <= done.returncode <= 127:
-            raise click.ClickException(f"The check of version {version} ended with {done.returncode}: the search ends.")
+            raise click.ClickException(
+                f"The check of version {version} ended with {done.returncode}: the search ends."
+            )
         return None if done.returncode == _SKIP else done.returncode == 0
 
     def show(version: int, is_good: bool | None, left: int) -> None:
@@ -283,10 +330,16 @@ def bisect(reader: ChannelReader, run: str, good: int | None, bad: int | None, a
 @channel_command("one JSON object per version, oldest first")
 @click.argument("tensor")
 @click.option(
-    "--last", type=click.IntRange(min=1), default=_BLAMED, help="Show the N versions that changed most.", metavar="N"
+    "--last",
+    type=click.IntRange(min=1),
+    default=_BLAMED,
+    help="Show the N versions that changed most.",
+    metavar="N",
 )
 def blame(reader: ChannelReader, tensor: str, last: int, as_json: bool) -> None:
-    """Show which versions of CHANNEL changed TENSOR most: a name, or a pattern such as '*.mlp.*'. Reads counts alone."""
+    """Show which versions of CHANNEL changed TENSOR most: a name, or a pattern such as '*.mlp.*'. Reads
+    counts alone.
+    """
     from rich.console import Console
 
     from deltasync import ops
@@ -305,18 +358,34 @@ def blame(reader: ChannelReader, tensor: str, last: int, as_json: bool) -> None:
     full = [change.version for change in changes if change.changed is None and change.problem is None]
     caption = f"{count(len(names), 'tensor')}, {total:,} elements; {count(len(rows), 'delta')}"
     caption += f"; full weights, which tell nothing: {', '.join(map(str, full))}" if full else ""
-    columns = [("version", "right"), ("step", "right"), ("changed", "right"), ("fraction", "right"), ("most in", "left")]
+    columns = [
+        ("version", "right"),
+        ("step", "right"),
+        ("changed", "right"),
+        ("fraction", "right"),
+        ("most in", "left"),
+    ]
     shown = table(columns, caption=caption, box=None, padding=(0, 1, 0, 0))
     for changed, change in sorted(rows, key=lambda row: (-row[0], row[1].version))[:last]:
-        most = max(change.changed or {"": 0}, key=lambda name: (change.changed or {}).get(name, 0), default="")
-        shown.add_row(str(change.version), text_of(change.step), f"{changed:,}", f"{changed / total:.3%}", cell(most))
+        most = max(
+            change.changed or {"": 0}, key=lambda name: (change.changed or {}).get(name, 0), default=""
+        )
+        shown.add_row(
+            str(change.version), text_of(change.step), f"{changed:,}", f"{changed / total:.3%}", cell(most)
+        )
     Console(width=None if sys.stdout.isatty() else 160).print(shown)
 
 
 @channel_command("one object: both versions, the number of equal tensors, and each tensor that differs")
 @click.argument("first", metavar="A")
 @click.argument("second", metavar="B")
-@click.option("--last", default=_DIFFERING, type=click.IntRange(min=1), metavar="N", help="Show only N tensors. JSON: all.")
+@click.option(
+    "--last",
+    default=_DIFFERING,
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Show only N tensors. JSON: all.",
+)
 def diff(reader: ChannelReader, first: str, second: str, last: int, as_json: bool) -> None:
     """Compare the bits of versions A and B of CHANNEL: which tensors differ, in how many elements.
 
@@ -331,9 +400,17 @@ def diff(reader: ChannelReader, first: str, second: str, last: int, as_json: boo
     counts = {each.tensor: each.count or 0 for each in found.differences}
     if as_json:
         ends = {"from": found.first, "to": found.second}
-        named = {key: {"version": each.version, "epoch": each.epoch, "sha256": each.sha256} for key, each in ends.items()}
+        named = {
+            key: {"version": each.version, "epoch": each.epoch, "sha256": each.sha256}
+            for key, each in ends.items()
+        }
         rows = [
-            {"tensor": each.tensor, "changed": each.count, "elements": sizes[each.tensor], "index": each.index}
+            {
+                "tensor": each.tensor,
+                "changed": each.count,
+                "elements": sizes[each.tensor],
+                "index": each.index,
+            }
             | {"from": each.expected, "to": each.found}
             for each in found.differences
         ]

@@ -29,22 +29,32 @@ def _problem(error: DeltaSyncError) -> dict[str, object]:
 
 
 @channel_command("the report as JSON")
-@click.option("--read-data", is_flag=True, help="Read every file and replay every version, anchor and compaction. Slow.")
 @click.option(
-    "--against", metavar="PLACE", help="Compare the bits of one version with a file, a directory, or a server instead."
+    "--read-data", is_flag=True, help="Read every file and replay every version, anchor and compaction. Slow."
 )
 @click.option(
-    "--version", type=_COUNT, metavar="N", help="With --against: the version. Default: the newest, or the server's."
+    "--against",
+    metavar="PLACE",
+    help="Compare the bits of one version with a file, a directory, or a server instead.",
 )
-def check(reader: ChannelReader, read_data: bool, against: str | None, version: int | None, as_json: bool) -> None:
+@click.option(
+    "--version",
+    type=_COUNT,
+    metavar="N",
+    help="With --against: the version. Default: the newest, or the server's.",
+)
+def check(
+    reader: ChannelReader, read_data: bool, against: str | None, version: int | None, as_json: bool
+) -> None:
     """Check that CHANNEL is complete. Problems are printed one per line; nothing is repaired.
 
-    Records and compactions are read; parts and anchors are only listed. With --read-data, the bits of every version are also
-    proven in host memory. Exits with the highest exit code of the problems, 0 if there are none. Unnamed files are no
-    problem.
+    Records and compactions are read; parts and anchors are only listed. With --read-data, the bits of every
+    version are also proven in host memory. Exits with the highest exit code of the problems, 0 if there are
+    none. Unnamed files are no problem.
 
-    With --against, PLACE is a safetensors file, a checkpoint directory, a model on the Hub, or the http URL of a server that
-    follows. Each tensor that differs is named, with its first differing element, and the exit code is 8 if there is one.
+    With --against, PLACE is a safetensors file, a checkpoint directory, a model on the Hub, or the http URL
+    of a server that follows. Each tensor that differs is named, with its first differing element, and the
+    exit code is 8 if there is one.
     """
     from deltasync import ops
 
@@ -59,7 +69,11 @@ def check(reader: ChannelReader, read_data: bool, against: str | None, version: 
     for problem in report.problems:
         echo(f"{type(problem).__name__}: {problem}")
     holds = ", ".join(
-        (count(report.versions, "version"), count(report.anchors, "anchor"), count(report.compactions, "compaction"))
+        (
+            count(report.versions, "version"),
+            count(report.anchors, "anchor"),
+            count(report.compactions, "compaction"),
+        )
     )
     echo(f"{reader.store.url}  newest version {report.newest or 'unknown'}")
     field("holds", f"{holds}, {report.data_bytes:,} bytes")
@@ -71,11 +85,16 @@ def check(reader: ChannelReader, read_data: bool, against: str | None, version: 
         garbage = f"{count(report.garbage_objects, 'file')}, {report.garbage_bytes:,} bytes"
         field("garbage", f"{garbage} that no record names; `deltasync gc` deletes them")
     if report.proven is None:
-        field("proven", "nothing: files were listed, and no version's bits compared with its fingerprints (--read-data)")
+        field(
+            "proven",
+            "nothing: files were listed, and no version's bits compared with its fingerprints (--read-data)",
+        )
     else:
         field("proven", f"the bits of {count(len(report.proven), 'version')}")
     if report.unproven:
-        field("not proven", f"the bits of {count(len(report.unproven), 'version')}: {ranges(report.unproven)}")
+        field(
+            "not proven", f"the bits of {count(len(report.unproven), 'version')}: {ranges(report.unproven)}"
+        )
     if report.unreachable:
         field("not reachable", f"{ranges(report.unreachable)}; try `deltasync repair`")
     field("problems", len(report.problems) or "none")
@@ -90,25 +109,38 @@ def _show_comparison(place: str, found: Comparison, as_json: bool) -> int:
     tensors = count(found.equal + len(found.differences), "tensor")
     echo(f"version {found.version} and {place}: {len(found.differences)} of {tensors} differ")
     for each in found.differences:
-        where = "" if each.index is None else f"{each.index}: {each.expected} in the channel, {each.found} there; "
+        where = (
+            ""
+            if each.index is None
+            else f"{each.index}: {each.expected} in the channel, {each.found} there; "
+        )
         field("differs", f"{each.tensor}{where or ': '}{each.problem}")
     for names, text in ((found.absent, "not there"), (found.extra, "only there")):
         if names:
             field(
-                "not compared", f"{count(len(names), 'tensor')} {text}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}"
+                "not compared",
+                f"{count(len(names), 'tensor')} {text}: {', '.join(names[:5])}{', ...' * (len(names) > 5)}",
             )
     return found.exit_code
 
 
 @channel_command("the repairs as JSON", signs=True)
-@click.option("--from", "source", metavar="URL|DIR", help="A copy of the channel, or a directory of files named by sha256.")
+@click.option(
+    "--from",
+    "source",
+    metavar="URL|DIR",
+    help="A copy of the channel, or a directory of files named by sha256.",
+)
 @click.option("--no-replay", is_flag=True, help="Compare digests only; do not apply every version.")
-def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: Signer | None, as_json: bool) -> None:
+def repair(
+    reader: ChannelReader, source: str | None, no_replay: bool, signer: Signer | None, as_json: bool
+) -> None:
     """Find missing and damaged objects of CHANNEL, repair them, and print the result for each.
 
-    An object is restored from --from: a copy of the channel, or a node's cache. Otherwise a compaction that skips it is
-    stored, or an anchor that replaces it. Nothing is deleted, and the publisher may keep running. channel.json can only be
-    restored from a copy. Exits with 0 if every version of CHANNEL is reachable afterwards, else with 5.
+    An object is restored from --from: a copy of the channel, or a node's cache. Otherwise a compaction that
+    skips it is stored, or an anchor that replaces it. Nothing is deleted, and the publisher may keep running.
+    channel.json can only be restored from a copy. Exits with 0 if every version of CHANNEL is reachable
+    afterwards, else with 5.
     """
     from deltasync import ops
 
@@ -129,9 +161,15 @@ def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: S
 
 @channel_command("versions and objects as JSON")
 @click.option("--keep-last", "last", type=_COUNT, metavar="N", help="Keep the newest N versions.")
-@click.option("--keep-anchors", "anchors", type=_COUNT, metavar="N", help="Keep the newest N versions with an anchor.")
 @click.option(
-    "--keep-step-every", "step_every", type=_COUNT, metavar="N", help="Keep versions whose trainer step is a multiple of N."
+    "--keep-anchors", "anchors", type=_COUNT, metavar="N", help="Keep the newest N versions with an anchor."
+)
+@click.option(
+    "--keep-step-every",
+    "step_every",
+    type=_COUNT,
+    metavar="N",
+    help="Keep versions whose trainer step is a multiple of N.",
 )
 @click.option(
     "--grace",
@@ -145,24 +183,44 @@ def repair(reader: ChannelReader, source: str | None, no_replay: bool, signer: S
 def gc(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **keep: int | None) -> None:
     """Drop versions of CHANNEL, and delete the parts and anchors that no record and no compaction names.
 
-    A version is kept if any --keep option selects it, together with its bases. The newest is always kept, and so are
-    versions that live replicas serve or are pinned to. Without a --keep option all versions stay, and only files that dead
-    publishers left are deleted. If a version to be kept is not readable,
-    nothing is deleted. Safe while a publisher writes and replicas read. Heartbeats older than a week, and than the grace,
-    are deleted too. After an interruption, run the command again.
+    A version is kept if any --keep option selects it, together with its bases. The newest is always kept, and
+    so are versions that live replicas serve or are pinned to. Without a --keep option all versions stay, and
+    only files that dead publishers left are deleted. If a version to be kept is not readable, nothing is
+    deleted. Safe while a publisher writes and replicas read. Heartbeats older than a week, and than the
+    grace, are deleted too. After an interruption, run the command again.
     """
     from deltasync import ops
 
     policy = ops.KeepPolicy(**keep) if any(keep.values()) else None
     found = with_bars(ops.gc, reader, policy, grace_s=grace_s, dry_run=dry_run)
     plan = found.plan
-    freed, waiting, young = (sum(info.bytes for info in infos) for infos in (found.objects, found.waiting, found.young))
+    freed, waiting, young = (
+        sum(info.bytes for info in infos) for infos in (found.objects, found.waiting, found.young)
+    )
     if as_json:
         chosen = ("kept", "forgotten", "asked", "leading", "recent")
-        versions = {name: [] if plan is None else [slot.version for slot in getattr(plan, name)] for name in chosen}
-        deleted = {"records": [] if plan is None else plan.keys, "objects": [info.key for info in found.objects]}
-        kept = {"waiting_objects": len(found.waiting), "waiting_bytes": waiting, "young_objects": len(found.young)}
-        echo_json({**versions, **deleted, "heartbeats": found.heartbeats, "bytes": freed, **kept, "dry_run": dry_run})
+        versions = {
+            name: [] if plan is None else [slot.version for slot in getattr(plan, name)] for name in chosen
+        }
+        deleted = {
+            "records": [] if plan is None else plan.keys,
+            "objects": [info.key for info in found.objects],
+        }
+        kept = {
+            "waiting_objects": len(found.waiting),
+            "waiting_bytes": waiting,
+            "young_objects": len(found.young),
+        }
+        echo_json(
+            {
+                **versions,
+                **deleted,
+                "heartbeats": found.heartbeats,
+                "bytes": freed,
+                **kept,
+                "dry_run": dry_run,
+            }
+        )
         return
     if dry_run:
         for info in found.objects:
@@ -174,7 +232,10 @@ def gc(reader: ChannelReader, grace_s: float, dry_run: bool, as_json: bool, **ke
     if found.waiting:
         field("kept", f"{count(len(found.waiting), 'object')}, {waiting:,} bytes: being published")
     if found.young:
-        field("not checked", f"{count(len(found.young), 'object')}, {young:,} bytes: stored less than {grace_s:g} s ago")
+        field(
+            "not checked",
+            f"{count(len(found.young), 'object')}, {young:,} bytes: stored less than {grace_s:g} s ago",
+        )
     if found.heartbeats:
         field(deleted_or_not, count(len(found.heartbeats), "stale heartbeat"))
 
@@ -211,9 +272,11 @@ def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> 
     help="weight_v: a directory for each version from the oldest to VERSION, as slime, miles and ModelExpress read them.",
 )
 def export(reader: ChannelReader, version: int | None, directory: Path, layout: str, as_json: bool) -> None:
-    """Write VERSION (a number, or `latest`) of CHANNEL to DIRECTORY, as a checkpoint that transformers and vLLM load.
+    """Write VERSION (a number, or `latest`) of CHANNEL to DIRECTORY, as a checkpoint that transformers and
+    vLLM load.
 
-    DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer are written if the publisher stored them.
+    DIRECTORY must be missing or empty. Every bit is checked. Config and tokenizer are written if the
+    publisher stored them.
     """
     from deltasync import ops
 
@@ -230,14 +293,20 @@ def export(reader: ChannelReader, version: int | None, directory: Path, layout: 
         return
 
     exported = with_bars(ops.export, reader, version, directory)
-    files = {path.relative_to(directory).as_posix(): path.stat().st_size for path in directory.rglob("*") if path.is_file()}
+    files = {
+        path.relative_to(directory).as_posix(): path.stat().st_size
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
     if as_json:
         echo_json({**dataclasses.asdict(exported), "files": dict(sorted(files.items()))})
         return
     echo(f"version {exported} in {directory}: {count(len(files), 'file')}, {sum(files.values()):,} bytes")
     if "config.json" not in files:
         echo(
-            "deltasync: the channel holds no config.json. Copy the model's config and tokenizer to the directory.", err=True
+            "deltasync: the channel holds no config.json. Copy the model's config and tokenizer to the "
+            "directory.",
+            err=True,
         )
 
 
@@ -245,7 +314,8 @@ def export(reader: ChannelReader, version: int | None, directory: Path, layout: 
 @click.argument("path", type=click.Path(path_type=Path))
 @click.option("--name", help="Name that people see. Default: the file's name.")
 def keygen(path: Path, name: str | None) -> None:
-    """Make an Ed25519 key pair: the private key in PATH, readable by its owner only, the public key in PATH.pub.
+    """Make an Ed25519 key pair: the private key in PATH, readable by its owner only, the public key in
+    PATH.pub.
 
     The publisher signs with PATH (DELTASYNC_SIGNING_KEY). Replicas trust the lines of a file such as PATH.pub
     (DELTASYNC_TRUSTED_KEYS). That file may hold several keys, and is read again when it changes.
@@ -269,14 +339,18 @@ def _parameters(ctx: click.Context, param: click.Parameter, value: str) -> float
 
 @channel_command("the findings as JSON")
 @click.option(
-    "--model", callback=_parameters, metavar="SIZE", default="8B", help="Size of the model, to estimate transfer times."
+    "--model",
+    callback=_parameters,
+    metavar="SIZE",
+    default="8B",
+    help="Size of the model, to estimate transfer times.",
 )
 def doctor(reader: ChannelReader, model: float, as_json: bool) -> None:
     """Test whether a trainer and a replica on this machine can use CHANNEL, and how fast.
 
-    Lists, writes (8 MiB, deleted again) and reads objects, creates the same object twice, measures times and compares
-    clocks. Checks the channel, its replicas, and the installed vLLM, TRL and PyTorch. CHANNEL need not exist yet. Exits with
-    1 if a line says failure.
+    Lists, writes (8 MiB, deleted again) and reads objects, creates the same object twice, measures times and
+    compares clocks. Checks the channel, its replicas, and the installed vLLM, TRL and PyTorch. CHANNEL need
+    not exist yet. Exits with 1 if a line says failure.
     """
     from rich.console import Console
     from rich.table import Table

@@ -44,12 +44,15 @@ def channel_command(
     """Make a command from a function. The function's first argument is a `ChannelReader` of the channel.
 
     Args:
-        json_help: Description of the `--json` output; the function gets the flag as `as_json`. None for no such option.
-        signs: Whether the command writes to the channel. The function then gets a `signer`, which is None without a key.
+        json_help: Description of the `--json` output; the function gets the flag as `as_json`. None for no
+            such option.
+        signs: Whether the command writes to the channel. The function then gets a `signer`, which is None
+            without a key.
         metavar: Name of the channel argument in the help.
-        server: Function that is called instead, with the URL and the same options, if the argument is a server's http URL.
-        directories: Whether the channel may be a place of version directories (`weight_v+URL`). The function then gets this
-            text in place of a reader, and a `base`.
+        server: Function that is called instead, with the URL and the same options, if the argument is a
+            server's http URL.
+        directories: Whether the channel may be a place of version directories (`weight_v+URL`). The function
+            then gets this text in place of a reader, and a `base`.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
@@ -64,7 +67,9 @@ def channel_command(
                 return server(channel, **options)
             trusted: str | Trusted | None = trusted_keys
             if signs:
-                settings = PublisherSettings.from_env(signing_key=options.pop("signing_key"), trusted_keys=trusted_keys)
+                settings = PublisherSettings.from_env(
+                    signing_key=options.pop("signing_key"), trusted_keys=trusted_keys
+                )
                 signer = options["signer"] = None if settings.signing_key is None else signer_of(settings)
                 trusted = trusted_keys if signer is None else signer.trusted
             if directories and channel.startswith(DIRECTORIES):
@@ -80,7 +85,9 @@ def channel_command(
         if directories:
             command.params.append(_BASE)
         if json_help is not None:
-            command.params.append(click.Option(["--json", "as_json"], is_flag=True, help=f"Print {json_help}."))
+            command.params.append(
+                click.Option(["--json", "as_json"], is_flag=True, help=f"Print {json_help}.")
+            )
         return command
 
     return decorate
@@ -97,4 +104,6 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
 interval = click.option(
     "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between two reads."
 )
-timeout = click.option("--timeout", "timeout_s", type=float, help="Exit after this many seconds without a new version.")
+timeout = click.option(
+    "--timeout", "timeout_s", type=float, help="Exit after this many seconds without a new version."
+)

@@ -87,7 +87,11 @@ def with_bars(action: Callable[..., _Result], *arguments: Any, **options: Any) -
     name = "working" if context is None else context.info_name or ""
     parts = (progress.TextColumn("{task.description}"), progress.BarColumn(), progress.MofNCompleteColumn())
     bars = progress.Progress(
-        *parts, progress.TimeRemainingColumn(), console=Console(stderr=True), transient=True, redirect_stdout=False
+        *parts,
+        progress.TimeRemainingColumn(),
+        console=Console(stderr=True),
+        transient=True,
+        redirect_stdout=False,
     )
     tasks = {name: bars.add_task(name, total=None)}
 
@@ -124,15 +128,21 @@ def ranges(numbers: Iterable[int]) -> str:
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in ends)
 
 
-def reported(call: str, advice: str, is_due: Callable[[], bool] = lambda: True) -> contextlib.AbstractContextManager[None]:
+def reported(
+    call: str, advice: str, is_due: Callable[[], bool] = lambda: True
+) -> contextlib.AbstractContextManager[None]:
     """Print a line on stderr if the block takes longer than `PATIENCE_S` and `is_due` agrees.
 
-    `call` names the call and its place, as in `read of head.json at s3://bucket/run`; `advice` says what to do.
+    `call` names the call and its place, as in `read of head.json at s3://bucket/run`; `advice` says what to
+    do.
     """
 
     def report() -> None:
         if is_due():
-            echo(f"deltasync: {call} has not finished after {PATIENCE_S:g} s; the command waits. {advice}", err=True)
+            echo(
+                f"deltasync: {call} has not finished after {PATIENCE_S:g} s; the command waits. {advice}",
+                err=True,
+            )
 
     return watched(PATIENCE_S, report)
 
@@ -147,7 +157,9 @@ class ReportedStore(WrappedStore):
     def ask(self, verb: str, key: str, action: Callable[[], _Result]) -> _Result:
         """Run the call, and report it if it is slow."""
         call = f"{verb} of {key} at {self.url}" if key else f"{verb} of {self.url}"
-        with reported(call, f"Ctrl-C ends it; `deltasync doctor {shlex.quote(self.url)}` tests the store.", self._is_due):
+        with reported(
+            call, f"Ctrl-C ends it; `deltasync doctor {shlex.quote(self.url)}` tests the store.", self._is_due
+        ):
             return action()
 
     def _is_due(self) -> bool:

@@ -17,7 +17,9 @@ HELP_OPTIONS = {"help_option_names": ["-h", "--help"]}
 
 
 class Program(click.Command):
-    """A program with one command. Our errors print a line and set their exit code; others print a traceback, exit code 1."""
+    """A program with one command. Our errors print a line and set their exit code; others print a traceback,
+    exit code 1.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)

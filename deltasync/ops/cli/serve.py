@@ -23,12 +23,16 @@ _VERSIONS = "4"  # of an adapter, that running requests may use at the same time
 
 
 def vllm_command(
-    model: str, channel: str, arguments: Sequence[str], adapter: str | None = None, trusted_keys: str | None = None
+    model: str,
+    channel: str,
+    arguments: Sequence[str],
+    adapter: str | None = None,
+    trusted_keys: str | None = None,
 ) -> tuple[list[str], dict[str, str]]:
     """Return the command line that starts vLLM as a replica, and the environment variables to set for it.
 
-    vLLM's own `arguments` replace the defaults here. `adapter` is None for a channel of the model, `trusted_keys` None for
-    those of the environment.
+    vLLM's own `arguments` replace the defaults here. `adapter` is None for a channel of the model,
+    `trusted_keys` None for those of the environment.
     """
     if adapter is None:
         variables, defaults = {"DELTASYNC_CHANNEL": channel}, {"--worker-extension-cls": [_EXTENSION]}
@@ -41,7 +45,15 @@ def vllm_command(
     defaults["--logprobs-mode"] = ["processed_logprobs"]
     given = {argument.split("=")[0] for argument in arguments}
     extra = [word for option, values in defaults.items() if option not in given for word in (option, *values)]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *extra, *arguments], variables
+    return [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        *extra,
+        *arguments,
+    ], variables
 
 
 def check_port(host: str, port: int) -> None:
@@ -51,22 +63,30 @@ def check_port(host: str, port: int) -> None:
         try:
             probe.bind((host, port))
         except OSError as error:
-            raise ConfigError(f"Port {port} on {host or 'all addresses'} cannot be used: {error.strerror}.") from None
+            raise ConfigError(
+                f"Port {port} on {host or 'all addresses'} cannot be used: {error.strerror}."
+            ) from None
 
 
 def require_vllm() -> None:
     """Raise ConfigError if vLLM is not installed."""
     if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "vLLM is not installed. Run: pip install vllm (without a GPU: `make setup` in a checkout of deltasync)."
+            "vLLM is not installed. Run: pip install vllm (without a GPU: `make setup` in a checkout of "
+            "deltasync)."
         )
 
 
 @click.command("serve", params=[TRUSTED_KEYS], context_settings={"ignore_unknown_options": True})
 @click.argument("model")
-@click.option("--channel", metavar="URL", envvar="DELTASYNC_CHANNEL", required=True, help="The channel to follow.")
 @click.option(
-    "--adapter", metavar="NAME", envvar="DELTASYNC_ADAPTER", help="The channel holds an adapter; serve it as NAME."
+    "--channel", metavar="URL", envvar="DELTASYNC_CHANNEL", required=True, help="The channel to follow."
+)
+@click.option(
+    "--adapter",
+    metavar="NAME",
+    envvar="DELTASYNC_ADAPTER",
+    help="The channel holds an adapter; serve it as NAME.",
 )
 @click.option("--host", default="127.0.0.1", help="Address to listen on; 0.0.0.0 for all addresses.")
 @click.option("--port", default=8000, help="vLLM's port.")
@@ -84,8 +104,8 @@ def serve(
 ) -> None:
     """Start vLLM as a replica of a channel.
 
-    Unknown options go to vLLM. If other machines can reach the server and DELTASYNC_HTTP_TOKEN is not set, a token is made
-    and printed. The same without this command:
+    Unknown options go to vLLM. If other machines can reach the server and DELTASYNC_HTTP_TOKEN is not set, a
+    token is made and printed. The same without this command:
 
     \b
       DELTASYNC_CHANNEL=URL vllm serve MODEL \\
@@ -105,7 +125,11 @@ def serve(
     arguments = [*vllm_arguments, "--port", str(port), "--host", host]
     line, variables = vllm_command(model, channel, arguments, adapter, trusted_keys)
     if dry_run:
-        echo(" ".join([*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(line)]))
+        echo(
+            " ".join(
+                [*(f"{name}={shlex.quote(value)}" for name, value in variables.items()), shlex.join(line)]
+            )
+        )
         return
     require_vllm()
     check_port(host, port)
@@ -113,7 +137,13 @@ def serve(
     if host not in _LOOPBACK and not env.get(_TOKEN):
         env[_TOKEN] = secrets.token_urlsafe(24)
         echo(
-            f"deltasync: others can reach {host}, so /deltasync/* needs a token, made now: {_TOKEN}={env[_TOKEN]}", err=True
+            f"deltasync: others can reach {host}, so /deltasync/* needs a token, made now: "
+            f"{_TOKEN}={env[_TOKEN]}",
+            err=True,
         )
-        echo(f"deltasync: set it for trainers that use this server, or set your own {_TOKEN} before the start.", err=True)
+        echo(
+            f"deltasync: set it for trainers that use this server, or set your own {_TOKEN} before the "
+            "start.",
+            err=True,
+        )
     os.execvpe(line[0], line, env)

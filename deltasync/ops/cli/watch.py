@@ -32,11 +32,18 @@ _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 @interval
 @timeout
 @click.option(
-    "--last", type=click.IntRange(min=1), metavar="N", help="Start with the newest N versions. Default: 100, of a page 500."
+    "--last",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Start with the newest N versions. Default: 100, of a page 500.",
 )
 @click.option("--page", is_flag=True, help="Serve a web page on 127.0.0.1 instead.")
-@click.option("--port", type=click.IntRange(0, 65535), default=8765, help="Port of the page; 0 for a free one.")
-@click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file and exit.")
+@click.option(
+    "--port", type=click.IntRange(0, 65535), default=8765, help="Port of the page; 0 for a free one."
+)
+@click.option(
+    "--out", type=click.Path(dir_okay=False, path_type=Path), help="Write the page to this file and exit."
+)
 @click.option(
     "--heat",
     type=click.IntRange(min=0),
@@ -58,14 +65,16 @@ def watch(
 ) -> None:
     """Watch CHANNEL live: its versions, compactions, replicas and size, in the terminal or as a web page.
 
-    If the output is not a terminal, each change is printed as one line. With --once it ends with an error where an object is
-    missing that somebody needs to join. Documents and heartbeats are read, for a page also the headers of deltas. Nothing
-    is written to the channel, but for one small object that tells the store's clock where every replica seems silent. Ends
-    with Ctrl-C, --once or --timeout.
+    If the output is not a terminal, each change is printed as one line. With --once it ends with an error
+    where an object is missing that somebody needs to join. Documents and heartbeats are read, for a page also
+    the headers of deltas. Nothing is written to the channel, but for one small object that tells the store's
+    clock where every replica seems silent. Ends with Ctrl-C, --once or --timeout.
     """
     if page or out is not None:
         if once or as_json or timeout_s is not None:
-            raise click.UsageError("--once, --timeout and --json are for the terminal; --out FILE writes a page once.")
+            raise click.UsageError(
+                "--once, --timeout and --json are for the terminal; --out FILE writes a page once."
+            )
         _show_page(reader, out, port, interval_s, last or 500, heat)
         return
     from rich.console import Console
@@ -112,18 +121,26 @@ def changes(before: Snapshot | None, snapshot: Snapshot) -> Iterator[dict[str, A
         yield {"event": "waiting", "channel": snapshot.url}
     seen = {} if before is None else dict(_events(before))
     for identity, event in _events(snapshot):
-        # The event of a version includes its anchor. Only an anchor that was announced later is a separate event.
+        # The event of a version includes its anchor. Only an anchor that was announced later is a separate
+        # event.
         if identity not in seen and (event["event"] != "anchor" or ("version", event["version"]) in seen):
             yield event
     if before is not None and snapshot.forgotten > before.forgotten:
-        yield {"event": "forgotten", "count": snapshot.forgotten - before.forgotten, "left": len(snapshot.versions)}
+        yield {
+            "event": "forgotten",
+            "count": snapshot.forgotten - before.forgotten,
+            "left": len(snapshot.versions),
+        }
 
 
 def _events(snapshot: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Yield (key, event) pairs. An event is new if the previous snapshot has no event with this key."""
     for row in snapshot.versions:
         fraction = None if row.changed is None else row.changed / max(snapshot.element_count, 1)
-        yield ("version", row.version), {"event": "version", **dataclasses.asdict(row), "changed_fraction": fraction}
+        yield (
+            ("version", row.version),
+            {"event": "version", **dataclasses.asdict(row), "changed_fraction": fraction},
+        )
         if row.anchor_bytes is not None:
             anchor = {"version": row.version, "sha256": row.sha256, "payload_bytes": row.anchor_bytes}
             yield ("anchor", row.version), {"event": "anchor", **anchor}
@@ -155,9 +172,13 @@ def sentence(change: dict[str, Any]) -> str:
         case "version":
             text = _version(change)
         case "anchor":
-            text = f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
+            text = (
+                f"anchor of {named(change['version'], change['sha256'])}: {size_of(change['payload_bytes'])}"
+            )
         case "compaction":
-            text = f"compaction {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
+            text = (
+                f"compaction {change['base_version']}-{change['version']}: {size_of(change['payload_bytes'])}"
+            )
         case "replica":
             text = _replica(change)
         case "forgotten":
@@ -169,7 +190,9 @@ def sentence(change: dict[str, Any]) -> str:
 
 def _version(change: dict[str, Any]) -> str:
     sizes = [(change["delta_bytes"], "delta"), (change["anchor_bytes"], "anchor")]
-    payload = ", ".join(f"{kind} {size_of(size)}" for size, kind in sizes if size is not None) or change["kind"]
+    payload = (
+        ", ".join(f"{kind} {size_of(size)}" for size, kind in sizes if size is not None) or change["kind"]
+    )
     changed = text_of(change["changed_fraction"], ", {:.3%} changed".format)
     return f"{named(change['version'], change['sha256'], change['step'])}: {payload}{changed}"
 
@@ -210,7 +233,10 @@ def _summary(snapshot: Snapshot) -> str:
         head = snapshot.versions[-1]
         newest = f"{named(head.version, snapshot.head_sha256, head.step)}, {duration(snapshot.time_s - head.created_s)} ago"
     anchors = sum(row.anchor_bytes is not None for row in snapshot.versions)
-    versions, compactions = count(len(snapshot.versions), "version"), count(len(snapshot.compactions), "compaction")
+    versions, compactions = (
+        count(len(snapshot.versions), "version"),
+        count(len(snapshot.compactions), "compaction"),
+    )
     counts = f"{versions}, {anchors} with full weights, {compactions}"
     gone = f", {snapshot.forgotten} forgotten" if snapshot.forgotten else ""
     return f"{newest}; {counts}{gone}; model {size_of(snapshot.full_bytes)}, {size_of(snapshot.stored_bytes)} stored"
@@ -219,7 +245,9 @@ def _summary(snapshot: Snapshot) -> str:
 def _versions(snapshot: Snapshot) -> RenderableType:
     columns = ("version", "digest", "step", "age", "changed", "delta", "anchor", "compactions from")
     deltas = [row.delta_bytes or 0 for row in snapshot.versions[-60:]]
-    shown = table([(name, "right") for name in columns], caption=f"delta payload {sparkline(deltas)}", box=None)
+    shown = table(
+        [(name, "right") for name in columns], caption=f"delta payload {sparkline(deltas)}", box=None
+    )
     for row in snapshot.versions[-_SHOWN:]:
         shown.add_row(
             str(row.version),
@@ -230,7 +258,9 @@ def _versions(snapshot: Snapshot) -> RenderableType:
             text_of(row.delta_bytes, size_of),
             row.kind if row.kind == "reference" else text_of(row.anchor_bytes, size_of),
             ", ".join(
-                str(compaction.base_version) for compaction in snapshot.compactions if compaction.version == row.version
+                str(compaction.base_version)
+                for compaction in snapshot.compactions
+                if compaction.version == row.version
             ),
         )
     return shown
@@ -246,7 +276,9 @@ def _replicas(snapshot: Snapshot) -> RenderableType:
         state = row.state if row.live or row.state == "stopped" else "silent"
         shown.add_row(
             cell(row.replica_id),
-            cell(state if row.pin is None else f"{state}, pinned to {row.pin}", _COLOURS.get(state, "yellow")),
+            cell(
+                state if row.pin is None else f"{state}, pinned to {row.pin}", _COLOURS.get(state, "yellow")
+            ),
             "" if row.version is None else f"{row.version}{' (another)' if row.strange else ''}",
             text_of(row.behind),
             text_of(row.lag_s, duration),
@@ -271,7 +303,9 @@ def duration(seconds: float) -> str:
     return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
 
 
-def _show_page(reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int) -> None:
+def _show_page(
+    reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int
+) -> None:
     from deltasync.ops.dashboard import Observer, PageServer, page
 
     observer = Observer(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)

@@ -1,6 +1,8 @@
-"""Show a run; only its channel is needed. `Observer` reads it, the page and `deltasync watch` show its snapshots.
+"""Show a run; only its channel is needed. `Observer` reads it, the page and `deltasync watch` show its
+snapshots.
 
-An observer reads documents, heartbeats and the headers of delta payloads, and writes nothing but a probe (`StoreClock`).
+An observer reads documents, heartbeats and the headers of delta payloads, and writes nothing but a probe
+(`StoreClock`).
 """
 
 from __future__ import annotations

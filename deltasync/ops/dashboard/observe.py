@@ -1,4 +1,6 @@
-"""Read a channel repeatedly, and keep snapshots: the fields of `data.json` and of `deltasync watch --json`."""
+"""Read a channel repeatedly, and keep snapshots: the fields of `data.json` and of `deltasync watch
+--json`.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.tensors import weight_bytes, weight_elements
 
-_LIST_EVERY_S = 10.0  # delay of news about compactions, anchors and forgotten versions, which head does not announce
+# delay of news about compactions, anchors and forgotten versions, which head does not announce
+_LIST_EVERY_S = 10.0
 _LAGS = 2000  # most lags kept
 
 _Item = TypeVar("_Item")
@@ -51,7 +54,8 @@ class VersionRow:
     delta_objects: int  # number of payload files outside the record
     anchor_objects: int  # number of payload files outside the record
     coalesced: int
-    token_lag: TokenLag | None  # mean, 95th percentile and maximum age in versions of tokens trained for its last publish
+    # mean, 95th percentile and maximum age in versions of tokens trained for its last publish
+    token_lag: TokenLag | None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +81,8 @@ class ReplicaRow:
     sha256: str | None  # digest of the served version
     strange: bool  # whether the served version is not the channel's version with this number
     behind: int | None  # number of versions behind the newest, None if it serves none
-    lag_s: float | None  # seconds since the first missing version was stored, 0 at the newest; None if not live, or pinned
+    # seconds since the first missing version was stored, 0 at the newest; None if not live, or pinned
+    lag_s: float | None
     age_s: float  # age of the heartbeat
     pin: str | None  # the pin, None for the newest version
     error: str | None
@@ -95,7 +100,9 @@ class LagRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class Snapshot:
-    """The state of a channel. Times are seconds since the epoch. Before the first version most fields are empty."""
+    """The state of a channel. Times are seconds since the epoch. Before the first version most fields are
+    empty.
+    """
 
     url: str
     time_s: float
@@ -113,7 +120,8 @@ class Snapshot:
     replicas: list[ReplicaRow] = dataclasses.field(default_factory=list)
     lags: list[LagRow] = dataclasses.field(default_factory=list)
     layers: list[str] = dataclasses.field(default_factory=list)
-    heat: dict[int, list[float]] = dataclasses.field(default_factory=dict)  # version -> changed fraction of each layer
+    # version -> changed fraction of each layer
+    heat: dict[int, list[float]] = dataclasses.field(default_factory=dict)
     heat_unread: int = 0  # number of versions whose payload headers are unread
     stored_bytes: int = 0  # size of all records, compactions, parts and anchors in the last listing
     problems: list[str] = dataclasses.field(default_factory=list)  # damages, in sentences
@@ -121,7 +129,9 @@ class Snapshot:
 
 
 def version_row(slot: Slot, found: Record, sha256: str | None, announced: Record | None) -> VersionRow:
-    """Return the row of a version from its record, the record's digest, and the announcement of its anchor, if any."""
+    """Return the row of a version from its record, the record's digest, and the announcement of its anchor,
+    if any.
+    """
     delta = found.delta
     weights = found if found.anchor is not None else announced
     anchor = None if weights is None or weights.reference is not None else weights.anchor
@@ -158,12 +168,16 @@ def compaction_row(found: Record) -> CompactionRow:
 
 
 class Observer:
-    """Observes one channel from outside. `refresh` reads head, heartbeats and new documents, and lists now and then.
+    """Observes one channel from outside. `refresh` reads head, heartbeats and new documents, and lists now
+    and then.
 
-    `last` is the number of newest versions to read, `heat` the number of those whose payload headers `read_headers` reads.
+    `last` is the number of newest versions to read, `heat` the number of those whose payload headers
+    `read_headers` reads.
     """
 
-    def __init__(self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | Trusted | None = None) -> None:
+    def __init__(
+        self, store: Store, *, last: int = 500, heat: int = 0, trusted_keys: str | Trusted | None = None
+    ) -> None:
         self._reader = ChannelReader(store, trusted_keys)
         self._clock = StoreClock(store)
         self._last, self._heat_last = last, heat
@@ -180,11 +194,14 @@ class Observer:
         self._since_s: dict[str, float] = {}  # when each replica's first heartbeat with a version was stored
         self._lags: deque[LagRow] = deque(maxlen=_LAGS)
         self._heat: dict[int, list[float]] = {}
-        self._tried: set[int] = set()  # versions whose headers were read since the last listing, damaged or not
+        # versions whose headers were read since the last listing, damaged or not
+        self._tried: set[int] = set()
         self._layers = Counter[str]()  # number of elements by layer
 
     def refresh(self) -> Snapshot:
-        """Read new objects, and return a snapshot. After an error, `snapshot` still returns the earlier results."""
+        """Read new objects, and return a snapshot. After an error, `snapshot` still returns the earlier
+        results.
+        """
         try:
             run_id = self._reader.channel().run_id
         except NotPublishedError:
@@ -202,7 +219,9 @@ class Observer:
         return self.snapshot()
 
     def _list(self) -> None:
-        self._layers = self._layers or by_layer((spec.name, spec.element_count) for spec in self._reader.specs.values())
+        self._layers = self._layers or by_layer(
+            (spec.name, spec.element_count) for spec in self._reader.specs.values()
+        )
         slots = dict(self._reader.slots())
         last = max((slot.version for slot in slots), default=0)
         documents: list[tuple[Slot, ObjectInfo]] = [*slots.items(), *self._reader.shortcuts()]
@@ -212,10 +231,13 @@ class Observer:
         recent = [info for of, info in documents if of.version > last - self._last - 1]
         unknown = {info.key: info for info in recent if info.key not in self._documents}
         self._documents.update(self._gather(unknown, self._reader.document, "records"))
-        versions = [slot for slot in slots if (read := self._documents.get(slot.key)) is not None and read.is_version]
+        versions = [
+            slot for slot in slots if (read := self._documents.get(slot.key)) is not None and read.is_version
+        ]
         tip = max(versions, key=lambda slot: slot.newness, default=None)
         newest = 0 if tip is None else tip.version
-        # If two versions share a number, the later epoch's counts. Versions after the newest belong to an abandoned epoch.
+        # If two versions share a number, the later epoch's counts. Versions after the newest belong to an
+        # abandoned epoch.
         self._lineage = {slot.version: slot for slot in versions if slot.version <= newest}
         self._numbers = {slot.version for slot in slots if slot.version <= newest}
         self._tried.clear()
@@ -238,16 +260,22 @@ class Observer:
         return time.time() if self._clock.now_s == -math.inf else self._clock.now_s
 
     def _stored_s(self, number: int) -> float:
-        """Return when a version was stored, by the store's clock; where it tells none, when it was encoded."""
+        """Return when a version was stored, by the store's clock; where it tells none, when it was
+        encoded.
+        """
         info = self._held.get(self._lineage[number].key)
-        return self._document(number).created_s if info is None else info.modified_s or self._document(number).created_s
+        return (
+            self._document(number).created_s
+            if info is None
+            else info.modified_s or self._document(number).created_s
+        )
 
     def _document(self, number: int) -> Record:
         return self._documents[self._lineage[number].key]
 
     def _observe(self, beat: Heartbeat) -> None:
-        """Record a replica's lag when it moves to a newer version, but not to a pin, or to one before its first
-        heartbeat.
+        """Record a replica's lag when it moves to a newer version, but not to a pin, or to one before its
+        first heartbeat.
         """
         before, at_s = self._served.get(beat.replica_id), self._now_s() - (time.time() - beat.time_s)
         moved = beat.version is not None and before is not None and beat.version > before
@@ -255,25 +283,33 @@ class Observer:
             stored_s = self._stored_s(beat.version)
             if stored_s > self._since_s[beat.replica_id]:
                 lag_s = round(max(0.0, at_s - stored_s), 3)
-                self._lags.append(LagRow(time_s=beat.time_s, replica_id=beat.replica_id, version=beat.version, lag_s=lag_s))
+                self._lags.append(
+                    LagRow(time_s=beat.time_s, replica_id=beat.replica_id, version=beat.version, lag_s=lag_s)
+                )
         if before is None:
             self._since_s[beat.replica_id] = at_s
         self._served[beat.replica_id] = None if beat.state == heartbeat.STOPPED else beat.version
 
     def read_headers(self, limit: int) -> int:
-        """Read the payload headers of the newest `limit` unread versions, and return the number of unread ones left."""
+        """Read the payload headers of the newest `limit` unread versions, and return the number of unread
+        ones left.
+        """
         waiting = self._waiting_for_headers()
         now = {f"{self._lineage[number].key} header": number for number in waiting[-limit:]}
         for name, changed in self._gather(now, self._read_header, "payload headers"):
             layers = by_layer(changed.items())
-            self._heat[now[name]] = [float(f"{layers[layer] / max(n, 1):.4g}") for layer, n in self._layers.items()]
+            self._heat[now[name]] = [
+                float(f"{layers[layer] / max(n, 1):.4g}") for layer, n in self._layers.items()
+            ]
         self._tried.update(now.values())
         return len(waiting) - len(now)
 
     def _read_header(self, number: int) -> dict[str, int]:
         delta = self._document(number).delta
         assert delta is not None
-        return changed_of(self._reader.store, self._held[self._lineage[number].key], delta, self._reader.layout)
+        return changed_of(
+            self._reader.store, self._held[self._lineage[number].key], delta, self._reader.layout
+        )
 
     def _waiting_for_headers(self) -> list[int]:
         newest = list(self._lineage)[-self._heat_last :] if self._heat_last else []
@@ -284,17 +320,23 @@ class Observer:
         """Return everything seen so far. `error` is the problem of the last refresh."""
         now_s = time.time()
         if not self._lineage:
-            return Snapshot(url=self._reader.store.url, time_s=now_s, error=error, problems=list(self._problems.values()))
+            return Snapshot(
+                url=self._reader.store.url, time_s=now_s, error=error, problems=list(self._problems.values())
+            )
         channel = self._reader.channel()
         specs = self._reader.specs.values()
-        head = {} if self._head is None else {self._head.slot: self._head.sha256}  # a hint, good enough to show
+        # a hint, good enough to show
+        head = {} if self._head is None else {self._head.slot: self._head.sha256}
         named = head | digests(self._documents.values())
         documents = [found for key in self._held if (found := self._documents.get(key)) is not None]
         shortcuts = [each for each in documents if each.kind in SHORTCUTS]
         announced = {each.slot: each for each in shortcuts if each.anchor is not None}
         compactions = [compaction_row(each) for each in shortcuts if each.delta is not None]
         shown = list(self._lineage.values())[-self._last :]
-        rows = [version_row(slot, self._documents[slot.key], named.get(slot), announced.get(slot)) for slot in shown]
+        rows = [
+            version_row(slot, self._documents[slot.key], named.get(slot), announced.get(slot))
+            for slot in shown
+        ]
         newest = rows[-1]
         return Snapshot(
             url=self._reader.store.url,
@@ -344,7 +386,9 @@ class Observer:
 
 
 def _epoch_s(created_at: str) -> float:
-    """Return seconds since the epoch; 0 if the text is not a time, because readers do not check channel.json's."""
+    """Return seconds since the epoch; 0 if the text is not a time, because readers do not check
+    channel.json's.
+    """
     try:
         return datetime.datetime.fromisoformat(created_at).timestamp()
     except ValueError:

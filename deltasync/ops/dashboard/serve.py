@@ -19,7 +19,8 @@ _HEADERS_AT_ONCE = 16  # versions whose payload headers are read before the page
 _PARTS = "page.css", "charts.js", "page.js"
 _PLACE = b'<script type="application/json" id="data">null</script>'
 _POLICY = (
-    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src data:; "
+    "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'; img-src "
+    "data:; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 
@@ -38,7 +39,8 @@ def page(snapshot: Snapshot | None = None) -> bytes:
 
 
 class PageServer:
-    """Refreshes `observer` in a thread, and serves its snapshots to this machine only. No other thread uses `observer`.
+    """Refreshes `observer` in a thread, and serves its snapshots to this machine only. No other thread uses
+    `observer`.
 
     Port 0 means any free port; `interval_s` is the time between two refreshes.
     """

@@ -25,9 +25,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def started(folder: Path) -> Iterator[Server]:
     """A server that wants a token and signatures, before anything is published."""
     signing.new_key(folder / "key", "this test")
-    environ = {"DELTASYNC_HTTP_TOKEN": "token-of-this-test", "DELTASYNC_TRUSTED_KEYS": str(folder / "key.pub")}
+    environ = {
+        "DELTASYNC_HTTP_TOKEN": "token-of-this-test",
+        "DELTASYNC_TRUSTED_KEYS": str(folder / "key.pub"),
+    }
     with (
-        serving(folder / "model", "--enable-scale-out", token=environ["DELTASYNC_HTTP_TOKEN"], **environ) as server,
+        serving(
+            folder / "model", "--enable-scale-out", token=environ["DELTASYNC_HTTP_TOKEN"], **environ
+        ) as server,
         Publisher(server.channel, signing_key=folder / "key", retention=NO_COMPACTIONS) as server.publisher,
     ):
         yield server

@@ -76,7 +76,9 @@ def test_a_heartbeat_tells_the_served_version(server: Server) -> None:
     server.step()
     version = server.publish()
     assert server.publisher is not None and server.publisher.run_id is not None
-    found = heartbeat.wait_for(server.store, server.publisher.run_id, version, server.publisher.published, PATIENCE_S)
+    found = heartbeat.wait_for(
+        server.store, server.publisher.run_id, version, server.publisher.published, PATIENCE_S
+    )
     (beat,) = found
     assert (beat.replica_id, beat.version, beat.state) == ("test-server", version, "serving")
     assert beat.sha256 == server.publisher.published[version] == server.status()["sha256"]
@@ -116,7 +118,9 @@ def test_a_head_that_names_nothing_leads_nowhere(server: Server) -> None:
 
 
 @pytest.mark.slow
-def test_a_channel_of_another_model_is_refused_and_says_which_tensors_differ(folder: Path, tmp_path: Path) -> None:
+def test_a_channel_of_another_model_is_refused_and_says_which_tensors_differ(
+    folder: Path, tmp_path: Path
+) -> None:
     channel = f"file://{tmp_path}/other"
     weights = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32).state_dict()
     weights["model.layers.0.mlp.down_proj.weight"] = torch.zeros(128, 192)

@@ -14,7 +14,9 @@ from tests.integration.vllm_server import PATIENCE_S, Server
 pytestmark = pytest.mark.vllm
 
 
-def ask(server: Server, version: str, timeout: float = PATIENCE_S, count: int = 8, **fields: Any) -> tuple[int, Any, str]:
+def ask(
+    server: Server, version: str, timeout: float = PATIENCE_S, count: int = 8, **fields: Any
+) -> tuple[int, Any, str]:
     """The status, the reply or its text, and its versions."""
     body = {
         "model": server.json("/v1/models")["data"][0]["id"],
@@ -26,7 +28,11 @@ def ask(server: Server, version: str, timeout: float = PATIENCE_S, count: int = 
     try:
         with server.open("/v1/completions", body | fields, **headers) as reply:
             text = reply.read().decode()
-            return reply.status, text if fields.get("stream") else json.loads(text), reply.headers["x-deltasync-versions"]
+            return (
+                reply.status,
+                text if fields.get("stream") else json.loads(text),
+                reply.headers["x-deltasync-versions"],
+            )
     except urllib.error.HTTPError as error:
         with error:
             return error.code, json.load(error), ""
@@ -35,7 +41,9 @@ def ask(server: Server, version: str, timeout: float = PATIENCE_S, count: int = 
 def test_a_version_is_waited_for_and_makes_the_whole_reply(server: Server) -> None:
     live = server.status()["version"]
     found: list[tuple[int, Any, str]] = []
-    asking = threading.Thread(target=lambda: found.append(ask(server, str(live + 1), n=2, prompt=[[5, 6], [7, 8]])))
+    asking = threading.Thread(
+        target=lambda: found.append(ask(server, str(live + 1), n=2, prompt=[[5, 6], [7, 8]]))
+    )
     asking.start()
     server.step()
     assert server.publish() == live + 1

@@ -1,7 +1,8 @@
-"""A real vLLM with its prefix cache on, as it is by default: no prompt meets keys that older weights computed.
+"""A real vLLM with its prefix cache on, as it is by default: no prompt meets keys that older weights
+computed.
 
-What a request should be answered is asked of the same server with a salt that nobody has used, which computes its whole
-prompt; and, in a slow test, of a server that has just loaded the last version and does not follow.
+What a request should be answered is asked of the same server with a salt that nobody has used, which computes
+its whole prompt; and, in a slow test, of a server that has just loaded the last version and does not follow.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from tests.integration.vllm_server import PATIENCE_S, Server
 pytestmark = pytest.mark.vllm
 
 VERSIONS = 5
-CLOSE = 0.06  # nats by which bfloat16 on a CPU differs between a prompt that is computed at once and one in parts
+# nats by which bfloat16 on a CPU differs between a prompt that is computed at once and one in parts
+CLOSE = 0.06
 FAR = 0.25  # what other weights change at the least, at some token
 
 Answer = tuple[list[int], list[float]]
@@ -53,7 +55,9 @@ def model(server: Server) -> str:
 
 
 def body_of(server: Server, prompt: Any, count: int, **fields: Any) -> dict[str, Any]:
-    """The body of a request whose answers can be compared: greedy, of a fixed length, with tokens and log-probabilities."""
+    """The body of a request whose answers can be compared: greedy, of a fixed length, with tokens and
+    log-probabilities.
+    """
     return {
         "model": model(server),
         "prompt": prompt,
@@ -66,7 +70,9 @@ def body_of(server: Server, prompt: Any, count: int, **fields: Any) -> dict[str,
     }
 
 
-def ask(server: Server, prompt: Any, *, headers: dict[str, str] | None = None, count: int = 8, **fields: Any) -> Any:
+def ask(
+    server: Server, prompt: Any, *, headers: dict[str, str] | None = None, count: int = 8, **fields: Any
+) -> Any:
     return server.json("/v1/completions", body_of(server, prompt, count, **fields), **(headers or {}))
 
 
@@ -100,8 +106,8 @@ def block_size(server: Server) -> int:
 
 
 def apart(one: Answer, other: Answer) -> float:
-    """The largest difference of log probabilities, up to the first token that differs; that one counts as infinitely far
-    unless both found it about as likely."""
+    """The largest difference of log probabilities, up to the first token that differs; that one counts as
+    infinitely far unless both found it about as likely."""
     for left, right, a, b in zip(one[0], other[0], one[1], other[1], strict=True):
         if left != right:
             return 0.0 if abs(a - b) < CLOSE else float("inf")
@@ -132,7 +138,9 @@ def test_after_each_version_prompts_are_answered_as_if_computed_anew(server: Ser
             assert apart(answers[-1], expected) < CLOSE, number
             before = hits(server)
             assert apart(answer(server, old), expected) < CLOSE, number
-            assert hits(server) - before == (len(old) - 1) // size * size, "the same version shares its prefix"
+            assert hits(server) - before == (len(old) - 1) // size * size, (
+                "the same version shares its prefix"
+            )
             new = prompt_of(100 + number)
             assert apart(answer(server, new), uncached(server, new)) < CLOSE, number
     finally:
@@ -149,19 +157,30 @@ def test_after_each_version_prompts_are_answered_as_if_computed_anew(server: Ser
 
 @pytest.mark.slow
 def test_a_server_that_has_just_loaded_the_version_agrees(server: Server, folder: Path) -> None:
-    """A vLLM that loads the last version from an export and does not follow: its answers, and vLLM's own checksums.
+    """A vLLM that loads the last version from an export and does not follow: its answers, and vLLM's own
+    checksums.
 
-    It is given a channel so that it does not pack its weights for the CPU, which changes their bytes; without the worker
-    extension nobody patches them.
+    It is given a channel so that it does not pack its weights for the CPU, which changes their bytes; without
+    the worker extension nobody patches them.
     """
     change_much(server)
     prompt, exported, port = prompt_of(0), folder / "exported", free_port()
     found = answer(server, prompt)
-    subprocess.run([sys.executable, "-m", "deltasync", "export", server.channel, "latest", str(exported)], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "deltasync", "export", server.channel, "latest", str(exported)], check=True
+    )
     for file in (folder / "model").iterdir():
         if file.suffix != ".safetensors":
             shutil.copy(file, exported)
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(exported), "--host", "127.0.0.1"]
+    command = [
+        sys.executable,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        str(exported),
+        "--host",
+        "127.0.0.1",
+    ]
     command += ["--port", str(port), "--enforce-eager", "--max-model-len", "1024", "--max-num-seqs", "8"]
     environ = {**_environment(), "DELTASYNC_CHANNEL": server.channel, "DELTASYNC_WAIT_READY": "0"}
     with Child("The fresh server", command, environ, folder / "fresh.log") as child:
@@ -178,7 +197,11 @@ def test_a_server_that_has_just_loaded_the_version_agrees(server: Server, folder
 
 def _environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith("DELTASYNC_")}
-    settings = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_SERVER_DEV_MODE": "1"}
+    settings = {
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_SERVER_DEV_MODE": "1",
+    }
     return {**kept, **settings, "VLLM_NO_USAGE_STATS": "1"}
 
 
@@ -216,7 +239,8 @@ def test_a_session_finds_its_prefix_over_a_commit_and_nobody_else_does(server: S
     assert tenant(server, prompt, None, x_deltasync_session=versions.partition(".")[0]) == found
     assert tenant(server, prompt, "a", x_deltasync_session=versions) == 0
     assert tenant(server, prompt, None) == 0
-    assert tenant(server, prompt, None, x_deltasync_session="999") == found  # as good as none: that of the live version
+    # as good as none: that of the live version
+    assert tenant(server, prompt, None, x_deltasync_session="999") == found
 
 
 ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -224,19 +248,27 @@ ROUTES: dict[str, tuple[str, dict[str, Any]]] = {
     "several prompts": ("/v1/completions", {"prompt": [prompt_of(5), prompt_of(6)], "max_tokens": 4}),
     "streamed": ("/v1/completions", {"prompt": prompt_of(7), "max_tokens": 4, "stream": True}),
     "beam": ("/v1/completions", {"prompt": prompt_of(8), "max_tokens": 4, "use_beam_search": True, "n": 2}),
-    "chat": ("/v1/chat/completions", {"messages": [{"role": "user", "content": "1 + 1 = " * 70}], "max_tokens": 4}),
+    "chat": (
+        "/v1/chat/completions",
+        {"messages": [{"role": "user", "content": "1 + 1 = " * 70}], "max_tokens": 4},
+    ),
     "chats": (
         "/v1/chat/completions/batch",
         {"messages": [[{"role": "user", "content": f"{n} + 1 = " * 70}] for n in (2, 3)], "max_tokens": 4},
     ),
     "responses": ("/v1/responses", {"input": "1 + 2 = " * 70, "max_output_tokens": 4}),
-    "messages": ("/v1/messages", {"messages": [{"role": "user", "content": "2 + 1 = " * 70}], "max_tokens": 4}),
+    "messages": (
+        "/v1/messages",
+        {"messages": [{"role": "user", "content": "2 + 1 = " * 70}], "max_tokens": 4},
+    ),
     "generate": ("/inference/v1/generate", {"token_ids": prompt_of(9), "sampling_params": {"max_tokens": 4}}),
 }
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_shares_within_a_version_and_finds_nothing_of_the_one_before(server: Server, route: str) -> None:
+def test_every_route_shares_within_a_version_and_finds_nothing_of_the_one_before(
+    server: Server, route: str
+) -> None:
     path, body = ROUTES[route]
     body = {"temperature": 0, **({} if route == "generate" else {"model": model(server)}), **body}
 

@@ -44,7 +44,11 @@ def samples(server: Server) -> dict[str, float]:
     with urllib.request.urlopen(f"{server.url}/metrics", timeout=PATIENCE_S) as reply:
         lines = reply.read().decode().splitlines()
     assert any(line.startswith("vllm:generation_tokens_total") for line in lines)
-    return {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in lines if line.startswith("deltasync_")}
+    return {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in lines
+        if line.startswith("deltasync_")
+    }
 
 
 def test_sync_waits_for_a_version_that_is_published_later(server: Server) -> None:
@@ -71,7 +75,9 @@ def test_a_server_goes_back_to_a_version_and_on_again_by_the_command(server: Ser
     server.assert_serves(newest)
 
     def run(*arguments: str) -> str:
-        result = CliRunner().invoke(main, ["follow", server.url, *arguments], env={"DELTASYNC_HTTP_TOKEN": server.token})
+        result = CliRunner().invoke(
+            main, ["follow", server.url, *arguments], env={"DELTASYNC_HTTP_TOKEN": server.token}
+        )
         assert result.exit_code == 0, result.output
         return result.output
 
@@ -108,12 +114,22 @@ def test_versions_are_evaluated_in_turn_by_the_example(server: Server) -> None:
 def test_a_trainer_of_pipeline_rl_updates_a_server_that_chats(server: Server) -> None:
     """By its trainer's own order: it asks, counting samples, and only then sends the weights."""
     chat = {"messages": [{"role": "user", "content": "1+1="}], "max_tokens": 400, "ignore_eos": True}
-    parameters = [{"name": name, "shape": list(t.shape), "dtype": "torch.bfloat16"} for name, t in server.weights.items()]
+    parameters = [
+        {"name": name, "shape": list(t.shape), "dtype": "torch.bfloat16"}
+        for name, t in server.weights.items()
+    ]
     before = server.status()["version"]
     with ThreadPoolExecutor() as pool:
-        chatting = pool.submit(lambda: server.open("/v1/chat/completions", chat).headers["x-deltasync-versions"])
+        chatting = pool.submit(
+            lambda: server.open("/v1/chat/completions", chat).headers["x-deltasync-versions"]
+        )
         for samples in (2048, 4096):
-            body = {"kind": "weight_update_request", "version": samples, "parameters_info": parameters, "timestamp": 0.0}
+            body = {
+                "kind": "weight_update_request",
+                "version": samples,
+                "parameters_info": parameters,
+                "timestamp": 0.0,
+            }
             asked = pool.submit(post, server, "/receive_weight_update", **body)
             server.step()
             version = server.publish(step=samples)
@@ -163,7 +179,10 @@ def test_metrics_stand_beside_vllms_own(server: Server) -> None:
 def test_completions_say_which_versions_were_live_while_they_ran(server: Server) -> None:
     model = server.json("/v1/models")["data"][0]["id"]
     chat = {"messages": [{"role": "user", "content": "1+1="}]}
-    prompts: dict[str, dict[str, Any]] = {"/v1/completions": {"prompt": [5, 6, 7]}, "/v1/chat/completions": chat}
+    prompts: dict[str, dict[str, Any]] = {
+        "/v1/completions": {"prompt": [5, 6, 7]},
+        "/v1/chat/completions": chat,
+    }
 
     def versions(path: str, token_count: int, **more: object) -> str:
         body = {"model": model, "max_tokens": token_count, "ignore_eos": True, **prompts[path], **more}
@@ -216,7 +235,9 @@ def test_the_page_shows_the_replica_in_a_browser(server: Server, folder: Path, t
         "replica": "test-server",
         "error": "\N{EN DASH}",
     }
-    assert page.count("<circle") == 2 * len(commits) + sum(commit["lag_s"] is not None for commit in commits) > 0
+    assert (
+        page.count("<circle") == 2 * len(commits) + sum(commit["lag_s"] is not None for commit in commits) > 0
+    )
     assert re.search(r'<section id="error"[^>]* hidden', page)
 
     def of_another_format(key: str, data: bytes) -> bytes:

@@ -1,4 +1,6 @@
-"""Which version made which token: the spans of replies of each kind. `test_vllm_under_load.py` has the tokens."""
+"""Which version made which token: the spans of replies of each kind. `test_vllm_under_load.py` has the
+tokens.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,11 @@ def test_a_streamed_reply_has_its_spans_before_its_end(server: Server) -> None:
         assert name == "x-deltasync-spans"
         (spans,) = json.loads(text)
     chunks = [json.loads(event.removeprefix("data: ")) for event in events[:-2]]
-    assert sum(count for _, count in spans) == sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks) == 700
+    assert (
+        sum(count for _, count in spans)
+        == sum(len(chunk["choices"][0]["token_ids"]) for chunk in chunks)
+        == 700
+    )
 
 
 def test_a_reply_that_no_commit_met_is_one_span_and_beam_search_has_none(server: Server) -> None:
@@ -75,7 +81,10 @@ def test_a_reply_that_no_commit_met_is_one_span_and_beam_search_has_none(server:
         assert json.loads(reply.headers["x-deltasync-spans"]) == [[[version, 20]]]
     wanted = {"max_tokens": 20, "ignore_eos": True}
     for path, body in (
-        ("/v1/chat/completions", {"model": model(server), "messages": [{"role": "user", "content": "1 + 1"}], **wanted}),
+        (
+            "/v1/chat/completions",
+            {"model": model(server), "messages": [{"role": "user", "content": "1 + 1"}], **wanted},
+        ),
         ("/inference/v1/generate", {"token_ids": PROMPT, "sampling_params": wanted}),
     ):
         with server.open(path, body) as reply:
