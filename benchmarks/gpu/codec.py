@@ -67,8 +67,8 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
     import torch
 
     from deltasync import codec
-    from deltasync.gpu import accelerator
     from deltasync.gpu import codec as codec_device
+    from deltasync.gpu.devices import accelerator
     from deltasync.tensors import Layout, TensorSpec
 
     on = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")

@@ -20,8 +20,8 @@ from deltasync import Publisher, Replica, codec, kernels, open_store
 from deltasync.codec import tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.errors import CorruptDataError
-from deltasync.gpu import accelerator
 from deltasync.gpu.delta import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
+from deltasync.gpu.devices import accelerator
 from deltasync.publish import encode
 from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
