@@ -25,10 +25,10 @@ class StoreClock:
 
     """
 
-    def __init__(self, store: Store, *, may_write: bool = True) -> None:
+    def __init__(self, store: Store) -> None:
         self._store = store
         self._ahead_s = -math.inf  # of `time.monotonic`, at least
-        self._may_write = may_write
+        self._may_write = True
         self._measured_s = -math.inf
 
     @property

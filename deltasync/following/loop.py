@@ -214,7 +214,7 @@ class Follow:
         """Whether it is the store that keeps the replica from following: it fails, or does not answer."""
         if self._reported is None:
             return self._is_asking or self._state == "staging"
-        return not self._is_refused
+        return isinstance(self._reported, TransientStoreError)
 
     def status(self, commit_count: int = limits.HISTORY) -> Status:
         """Return the status, with the last `commit_count` commits."""

@@ -10,7 +10,6 @@ import contextlib
 import dataclasses
 import logging
 import math
-import time
 from collections.abc import Collection, Iterator, Mapping, Sequence
 
 from deltasync.channel import keys
@@ -289,9 +288,8 @@ def gc(
     `grace_s` and at least a minute. All ages are by the store's clock. Records are deleted one by one, newest
     first, so that the remaining versions are readable at any moment. After an interruption, a call with the
     same `keep` finishes the work. If a version to keep cannot be read, nothing is deleted
-    (MissingVersionError). A `dry_run` writes nothing, so that it cannot ask what time it is at the store: it
-    takes this machine's clock for the ages of objects, unless a newer object shows that it is later, and
-    counts each replica that the newest heartbeats let live.
+    (MissingVersionError). A `dry_run` deletes nothing, and stores only the small object that tells the
+    time; where it may not, the newest object's time is taken for the store's.
 
     The order of its reads makes it safe while a publisher or another tool runs:
 
@@ -305,18 +303,17 @@ def gc(
     """
     store = reader.store
     reader.channel()
-    clock = StoreClock(store, may_write=not dry_run)
+    clock = StoreClock(store)
     with contextlib.suppress(StoreError):  # on a full disk nothing can be stored before something was deleted
         clock.measure()
     # a listing that lags, or no right to write: it is not earlier than the newest object says
     if not clock.is_measured:
         clock.note(store.list(""))
-    now_s = max(clock.now_s, time.time()) if dry_run else clock.now_s
-    since_s = math.inf if grace_s <= 0 else now_s - grace_s
+    since_s = math.inf if grace_s <= 0 else clock.now_s - grace_s
     files = [
         info for prefix in (keys.PARTS, keys.ANCHORS) for info in store.list(prefix) if keys.file_of(info.key)
     ]
-    stale_s = now_s - max(grace_s, _STALE_HEARTBEAT_S)
+    stale_s = clock.now_s - max(grace_s, _STALE_HEARTBEAT_S)
     heartbeats = [info.key for info in store.list(keys.REPLICAS) if 0 < info.modified_s < stale_s]
     old = [info for info in files if was_stored(info.modified_s, since_s)]
     local = local_store(store)

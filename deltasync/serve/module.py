@@ -423,6 +423,11 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
         def forward(self, *arguments: Any, **options: Any) -> Any:
             return _passed(self, super().forward, *arguments, **options)
 
+        def __setattr__(self, name: str, value: Any) -> None:
+            super().__setattr__(name, value)
+            if name == "forward" and self in _gates:
+                _gate_forward(self)
+
         if hasattr(kind, "init_continuous_batching"):
 
             def init_continuous_batching(
@@ -457,6 +462,7 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
                 _gates[made] = gate
                 known: Any = type(made)
                 object.__setattr__(made, "__class__", _gated(getattr(known, "deltasync_kind", known)))
+                _gate_forward(made)
             return made
 
     Gated.__name__, Gated.__qualname__, Gated.__module__ = kind.__name__, kind.__qualname__, kind.__module__
@@ -467,14 +473,10 @@ def _gated(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
 _OWN = "deltasync_own"  # attribute of a function that stands for a module's attribute `forward`: that one
 
 
-@contextlib.contextmanager
-def _passing(module: torch.nn.Module) -> Iterator[None]:
-    """Return a context in which an attribute `forward` of a module, as accelerate sets one, passes its
-    gate.
-    """
+def _gate_forward(module: torch.nn.Module) -> None:
+    """Have an attribute `forward` of a followed module, as accelerate sets one, pass its gate."""
     own = vars(module).get("forward")
-    if own is None:
-        yield
+    if own is None or hasattr(own, _OWN):
         return
 
     def forward(*arguments: Any, **options: Any) -> Any:
@@ -483,17 +485,14 @@ def _passing(module: torch.nn.Module) -> Iterator[None]:
     functools.update_wrapper(forward, own)
     setattr(forward, _OWN, own)
     vars(module)["forward"] = forward
-    try:
-        yield
-    finally:
-        if vars(module).get("forward") is forward:
-            vars(module)["forward"] = own
 
 
 def _release(gate: Gate) -> None:
     """Let nothing pass a gate any more: the modules that do, and shallow copies of them."""
     for each in [each for each, passed in _gates.items() if passed is gate]:
         del _gates[each]
+        if (own := getattr(vars(each).get("forward"), _OWN, None)) is not None:
+            vars(each)["forward"] = own
         if (kind := getattr(type(each), "deltasync_kind", None)) is not None:
             object.__setattr__(each, "__class__", kind)
 
@@ -515,7 +514,7 @@ def _gating(module: torch.nn.Module, gate: Gate) -> Iterator[None]:
             if each is module or callable(getattr(type(each), "generate", None)):
                 _gates[each] = gate
                 stack.enter_context(reclassed(each, _gated(type(each))))  # type: ignore[arg-type]
-                stack.enter_context(_passing(each))
+                _gate_forward(each)
         _followed.update(module.modules())
         stack.callback(_followed.difference_update, [*module.modules()])
         yield

@@ -79,7 +79,24 @@ local function affinity(txn)
     return body:sub((prompt or 0) + 1, (prompt or 0) + PREFIX_BYTES)
 end
 
--- Whether a version is what a request demands: "7", ">=7" or ">=latest"; the replica holds its reply to that.
+-- The version that a request's headers demand: "7", ">=7" or ">=latest", or "" if none does; nil if replicas refuse it:
+-- any other value, and several that differ.
+local function demanded(txn)
+    local wanted
+    for _, header in pairs(txn.http:req_get_headers()["x-deltasync-version"] or {}) do
+        for each in (header .. ","):gmatch("([^,]*),") do -- a proxy may have joined repeated ones
+            local value = each:gsub("%s+", "")
+            local digits = value:match("^>=([1-9]%d*)$") or value:match("^[1-9]%d*$") or ""
+            if wanted and wanted ~= value or value ~= ">=latest" and (digits == "" or #digits > 18) then
+                return nil
+            end
+            wanted = value
+        end
+    end
+    return wanted or ""
+end
+
+-- Whether a version is what a request demands; the replica holds its reply to that.
 local function fits(wanted, version)
     if wanted == "" or version == nil then
         return wanted == ""
@@ -114,7 +131,11 @@ local function choose(txn, key, wanted)
 end
 
 core.register_action("choose_replica", {"http-req"}, function(txn)
-    local wanted, key, deadline = txn.sf:req_hdr("x-deltasync-version"), affinity(txn), now() + WAIT_S
+    local wanted, key, deadline = demanded(txn), affinity(txn), now() + WAIT_S
+    if not wanted then
+        txn:set_var("txn.junk", true)
+        return
+    end
     while true do
         local name = choose(txn, key, wanted)
         if name then

@@ -246,8 +246,26 @@ def test_at_least_a_version(router: Router, replicas: dict[str, Replica]) -> Non
         assert not reply.done()
         replicas["one"].version = 6
         assert reply.result() == (200, "one")
-    for wrong in ("-1", "six", "6.0", "9" * 19, "latest", ">6"):
+    for wrong in ("-1", "six", "6.0", "9" * 19, "latest", ">6", "0", ">=six", "", "7, six", "6, 7"):
         assert complete(router, x_deltasync_version=wrong)[0] == 400
+    assert complete(router, x_deltasync_version=">= 4, >=4")[0] == 200
+
+
+@pytest.mark.parametrize(("values", "status"), [(("6", "six"), 400), (("six", "6"), 400), (("6", "6"), 200)])
+def test_repeated_demands_are_read_as_replicas_read_them(
+    router: Router, replicas: dict[str, Replica], values: tuple[str, str], status: int
+) -> None:
+    replicas["one"].version = 6
+    router.wait_for_versions(one=6)
+    line = http.client.HTTPConnection(router.url.removeprefix("http://"), timeout=PATIENCE_S)
+    line.putrequest("POST", "/v1/completions")
+    for name, value in (("authorization", "Bearer router's"), ("content-length", "2")):
+        line.putheader(name, value)
+    for value in values:
+        line.putheader("x-deltasync-version", value)
+    line.endheaders(b"{}")
+    assert line.getresponse().status == status
+    line.close()
 
 
 def test_one_version_and_the_latest(router: Router, replicas: dict[str, Replica]) -> None:

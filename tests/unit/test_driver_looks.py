@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 from deltasync import limits, open_store
 from deltasync.channel import keys
 from deltasync.config import ReplicaSettings
+from deltasync.errors import StoreError
 from deltasync.serve import heartbeat
 from deltasync.serve.metrics import Metrics
 from tests import driving
@@ -197,6 +198,22 @@ def test_a_server_that_has_not_looked_for_long_is_stale(
         store.heal()
         await driver.refresh()
         assert (driver.status(0).state, driver.not_ready) == ("serving", None)
+
+    trainer.publish()
+    play(engine, memory_url, scene)
+
+
+def test_a_replica_whose_credentials_have_ended_is_not_ready(
+    engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str
+) -> None:
+    async def scene(driver: Driver) -> None:
+        await follow(driver)
+        for prefix in (keys.VERSIONS, keys.HEAD):
+            store.fail_at("read", prefix, times=1000, error=StoreError)
+        await driver.refresh()
+        driver._good_s -= 100
+        assert driver.settings.ready_in_outage
+        assert driver.not_ready is not None and driver.not_ready == driver.status(0).error
 
     trainer.publish()
     play(engine, memory_url, scene)

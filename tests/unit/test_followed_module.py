@@ -774,14 +774,19 @@ def with_attribute() -> nn.Module:
 
 @pytest.mark.parametrize(
     "how",
-    ["call", "forward", "attribute", "bound", "call_impl", "shallow", "shallow forward", "shallow attribute"],
+    [
+        *("call", "forward", "attribute", "set attribute", "bound", "call_impl"),
+        *("shallow", "shallow forward", "shallow attribute", "shallow attribute forward"),
+    ],
 )
 def test_each_way_to_call_waits_for_a_commit(memory_url: str, how: str) -> None:
-    live = with_attribute() if "attribute" in how else seeded(Net)
-    bound, before = live.__call__, vars(live).get("forward")
+    live = seeded(Net) if "attribute" not in how or how == "set attribute" else with_attribute()
+    bound, own, before = live.__call__, live.forward, vars(live).get("forward")
     with Publisher(memory_url, dtype="keep", retention=None) as publisher:
         publisher.publish(live).wait(PATIENCE_S)
         with follow(live, memory_url, background=False) as replica, torch.no_grad():
+            if how == "set attribute":
+                live.forward = before = lambda x: own(x) + 1  # type: ignore[method-assign]
             other = copy.copy(live)
             calls: dict[str, Any] = {
                 "call": live,
@@ -790,7 +795,8 @@ def test_each_way_to_call_waits_for_a_commit(memory_url: str, how: str) -> None:
                 "bound": bound,
             }
             calls |= {"call_impl": live._call_impl, "shallow": other, "shallow forward": other.forward}
-            calls |= {"shallow attribute": other}
+            calls |= {"set attribute": live.forward}
+            calls |= {"shallow attribute": other, "shallow attribute forward": other.forward}
             expected = live(X)
             with ThreadPoolExecutor(1) as pool:
                 with replica._gate.alone():
