@@ -61,6 +61,12 @@ def simd() -> str:
     return found
 
 
+def client_threads() -> int:
+    """Return how many threads the runtime of the object stores' clients starts."""
+    count = environment().get("TOKIO_WORKER_THREADS", "")
+    return int(count) if count.isdecimal() else os.cpu_count() or 1
+
+
 def check_names(given: Iterable[str], known: Iterable[str]) -> None:
     """Raise ConfigError if settings are given that are not known; it names the nearest ones."""
     names, sentences = sorted(known), []

@@ -170,9 +170,3 @@ def _check(names: Iterable[str]) -> None:
             )
         if _REGION.search(name) and not re.fullmatch(r"[A-Za-z0-9_-]+", value):
             raise ConfigError(f"{name} must be a region such as us-east-1, not {value!r}.")
-
-
-def client_threads() -> int:
-    """Return how many threads the runtime of obstore's clients starts."""
-    count = os.environ.get("TOKIO_WORKER_THREADS", "")
-    return int(count) if count.isdecimal() else os.cpu_count() or 1

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import os
+import pkgutil
 import shlex
 from pathlib import Path
+from typing import cast
 from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
-from deltasync.clouds.environment import check_hub
 from deltasync.errors import ConfigError
 from deltasync.stores.base import ObjectInfo, Store
 
 __all__ = ["ObjectInfo", "Store", "base", "cache", "local", "object", "open_store", "replies", "retries"]
 
 _FORMS = "a path, file:///path, s3://bucket/prefix, hf://buckets/namespace/name/prefix, gs://, az:// or memory://name"
+_SERVICES = "deltasync.clouds:OPEN"  # a wing: what opens a URL by scheme, as `module:name`
 _PATHS = ("/", "./", "../", "~")
 
 
@@ -51,15 +53,8 @@ def open_store(url: str | os.PathLike[str] | Store) -> Store:
             f"`deltasync relay {shlex.quote(url)} CHANNEL` makes a channel of them, which replicas follow."
         )
     parts = urlsplit(url)
-    if parts.scheme in ("s3", "gs", "az"):
-        from deltasync.clouds.cloud import CloudStore
-
-        return CloudStore(url)
-    if parts.scheme == "hf":
-        check_hub()  # before huggingface_hub reads its variables, which it does at import
-        from deltasync.clouds.hub import HubStore
-
-        return HubStore(url)
+    if (opens := pkgutil.resolve_name(_SERVICES).get(parts.scheme)) is not None:
+        return cast("Store", pkgutil.resolve_name(opens)(url))
     if parts.query or parts.fragment:
         raise ConfigError(
             f"A {parts.scheme}:// URL has no '?' and no '#': {url!r}. In a path, write %3F and %23."

@@ -16,7 +16,7 @@ from obstore.exceptions import InvalidPathError
 from obstore.store import LocalStore, MemoryStore
 
 from deltasync import limits
-from deltasync.clouds.environment import client_threads
+from deltasync.config import client_threads
 from deltasync.errors import ObjectMissingError, StoreError, TransientStoreError
 from deltasync.stores.base import ObjectInfo, check_key, check_size, is_key
 from deltasync.stores.client_errors import (

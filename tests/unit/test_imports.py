@@ -59,10 +59,6 @@ KNOWN = {
     "publish.shadow trainer.stream",
     "publish.upload ops.compactor",
     "publish.upload trainer.ranks",
-    "stores clouds.cloud",
-    "stores clouds.environment",
-    "stores clouds.hub",
-    "stores.object clouds.environment",
 }
 FOR_ALL = ("errors", "config", "limits", "threads", "ending")
 PROGRAMS = ("deltasync.ops.dashboard", "deltasync.ops.cli")
