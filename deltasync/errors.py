@@ -1,46 +1,29 @@
-"""Every exception of deltasync, in one tree.
+"""Every exception of deltasync, in one tree. A class is what a caller can do.
 
-    DeltaSyncError                               1  root: catch this to catch everything
-    ├── ConfigError (ValueError)                 3  a setting or an argument is wrong; nothing was done
-    ├── FormatError                              4  bytes from a store do not follow the format
-    │   ├── UnsupportedFormatError               4    written by a newer or a foreign writer
-    │   └── CorruptDataError                     4    truncated, altered, or not decodable
-    │       └── SignatureError                   4      not signed with a trusted key, or altered since
-    ├── ChainError                               5  versions do not connect
-    │   ├── NotPublishedError                    5    the channel has no version yet: wait
-    │   ├── MissingVersionError                  5    a version, or an object it refers to, is not in the
-     store
-    │   ├── StaleChannelError                    5    the newest version is too old
-    │   └── RunMismatchError                     5    the channel now belongs to another run
-    ├── StoreError                               6  the object store refused or failed
-    │   ├── ObjectMissingError                   6    no object has this key
-    │   ├── ObjectExistsError                    6    an object to be created exists already
-    │   └── TransientStoreError                  6    a retry may succeed
-    ├── PublishError                             7  a version did not become visible
-    │   ├── ChannelInUseError                    7    the channel holds a run; resume it or choose another URL
-    │   ├── ResumeMismatchError                  7    a resumed trainer holds other weights than the channel
-     has of its step
-    │   ├── FencedError                          7    another publisher has opened the channel; this one must
-     stop
-    │   ├── PublishPendingError                  7    the store has not answered yet; the next publish tries
-     again
-    │   ├── PublishLostError                     7    given up after all retries; the next publish is an
-     anchor
-    │   └── PublishTimeoutError (TimeoutError)   7    not uploaded yet; the upload goes on
-    ├── ModelMismatchError                       8  names, shapes or dtypes differ from the channel's
-    │   └── TiedError                            8    tensors that are one here differ in a version; rolled
-     back
-    ├── ApplyError                               9  a version did not become live
-    │   ├── StageError                           9    live weights untouched, retry
-    │   │   └── ShareError                       9      decoding needs more of some tensors than this process
-     has
-    │   ├── FingerprintMismatchError             9    rolled back to the previous version; re-anchor
-    │   ├── SleepingError                        9    vLLM sleeps; live weights untouched, retry when it wakes
-     up
-    │   ├── PinnedError                          9    the replica is pinned to other versions; it stays there
-    │   └── CommitError                          9    weights uncertain, reload
-    └── AckTimeoutError                         10  the version is published, but the fleet does not serve it
-     yet
+    DeltaSyncError                        1  root: catch this to catch everything
+    ├── ConfigError (ValueError)          3  correct the setting or the argument; nothing was done
+    ├── FormatError                       4  bytes from a store do not follow the format, or a newer one: upgrade
+    │   └── CorruptDataError              4    truncated, altered, not decodable, or signed with no trusted key
+    ├── ChainError                        5  versions do not connect, or the newest is too old
+    │   ├── NotPublishedError             5    wait: the channel has no version yet
+    │   ├── MissingVersionError           5    plan again: a version, or an object of it, is not in the store
+    │   └── RunMismatchError              5    begin anew: the channel now belongs to another run
+    ├── StoreError                        6  the object store refused or failed
+    │   ├── ObjectMissingError            6    no object has this key
+    │   ├── ObjectExistsError             6    an object to be created exists already
+    │   └── TransientStoreError           6    retry
+    ├── PublishError                      7  a version did not become visible; the next publish is an anchor
+    │   ├── ChannelInUseError             7    choose `resume`, or another URL: the channel has another run,
+    │   │                                      or other weights of the trainer's step
+    │   ├── FencedError                   7    stop: another publisher has opened the channel
+    │   └── PublishPendingError           7    publish on: the store has not answered yet
+    ├── ModelMismatchError                8  names, shapes or dtypes differ from the channel's
+    ├── ApplyError                        9  a version did not become live, or a pin excludes it
+    │   ├── StageError                    9    retry: the live weights are those of the version before
+    │   ├── FingerprintMismatchError      9    avoid the version: it was rolled back to the one before
+    │   ├── SleepingError                 9    wait: vLLM sleeps; live weights untouched
+    │   └── CommitError                   9    reload: weights uncertain
+    └── AckTimeoutError (TimeoutError)   10  wait longer: not uploaded, or not served by the fleet yet
 
 The number is the exit code of the `deltasync` command for that class; 2 is a usage error, 130 is Ctrl-C.
 """
@@ -51,7 +34,7 @@ import contextlib
 import logging
 import re
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -79,10 +62,12 @@ class DeltaSyncError(Exception):
 
     Attributes:
         key: Key of the record whose objects are missing or damaged; None for another cause.
+        tensors: Names of the tensors that the error is about, if it counts or needs some.
     """
 
     exit_code = 1
     key: str | None = None
+    tensors: Collection[str] = ()
 
     def __init__(self, *args: object) -> None:
         super().__init__(*(printable(redacted(arg)) if isinstance(arg, str) else arg for arg in args))
@@ -95,25 +80,17 @@ class ConfigError(DeltaSyncError, ValueError):
 
 
 class FormatError(DeltaSyncError):
-    """Bytes from a store do not follow the format."""
+    """Bytes from a store do not follow the format: it is unknown, or needs an unknown feature."""
 
     exit_code = 4
 
 
-class UnsupportedFormatError(FormatError):
-    """The object has an unknown format, or needs an unknown feature."""
-
-
 class CorruptDataError(FormatError):
-    """The object is truncated, altered, or cannot be decoded."""
-
-
-class SignatureError(CorruptDataError):
-    """No trusted key has signed these bytes for this key of the store. Their content was not used."""
+    """The object is truncated or altered, cannot be decoded, or no trusted key has signed it for its place."""
 
 
 class ChainError(DeltaSyncError):
-    """The versions of the channel do not connect."""
+    """The versions of the channel do not connect, or the newest is older than allowed."""
 
     exit_code = 5
 
@@ -124,12 +101,6 @@ class NotPublishedError(ChainError):
 
 class MissingVersionError(ChainError):
     """A version, or an object that a version refers to, is not in the store."""
-
-
-class StaleChannelError(ChainError):
-    """The newest version is older than allowed: nothing newer was published, or newer versions are
-    withheld.
-    """
 
 
 class RunMismatchError(ChainError):
@@ -163,40 +134,36 @@ class TransientStoreError(StoreError):
 
 
 class PublishError(DeltaSyncError):
-    """A version did not become visible."""
+    """A version did not become visible. After one that was given up, the next publish writes an anchor."""
 
     exit_code = 7
 
 
 class ChannelInUseError(PublishError):
-    """The channel already holds a run; resume it or choose another URL."""
+    """The channel holds a run, or other weights than a resumed trainer has of its step. Nothing was published.
 
-
-class ResumeMismatchError(PublishError):
-    """A resumed trainer holds other weights than the channel has of the same step. Nothing was published.
+    Choose `resume`, or another URL.
 
     Attributes:
-        step: The trainer's step.
+        step: The step that differs; None if the channel holds another run.
         version: The newest version of that step.
         tensors: How many elements differ, by the name of the tensor; empty if that version cannot be read.
         changed_fraction: Differing elements divided by all elements; None if that version cannot be read.
     """
 
+    tensors: Mapping[str, int] = {}
+
     def __init__(
         self,
-        message: str,
+        message: str = "",
         step: int | None = None,
         version: int | None = None,
         tensors: Mapping[str, int] | None = None,
         changed_fraction: float | None = None,
     ) -> None:
         super().__init__(message)
-        self.step, self.version, self.tensors, self.changed_fraction = (
-            step,
-            version,
-            tensors or {},
-            changed_fraction,
-        )
+        self.step, self.version, self.tensors = step, version, tensors or {}
+        self.changed_fraction = changed_fraction
 
 
 class FencedError(PublishError):
@@ -209,42 +176,23 @@ class PublishPendingError(PublishError):
     """It is unknown whether the store has the version. The next publish stores the same bytes again."""
 
 
-class PublishLostError(PublishError):
-    """The version was given up after all retries and is not visible. The next publish writes an anchor."""
-
-
-class PublishTimeoutError(PublishError, TimeoutError):
-    """The version is not visible yet; its upload goes on."""
-
-
 class ModelMismatchError(DeltaSyncError):
     """Names, shapes or dtypes of the tensors differ from the channel's."""
 
     exit_code = 8
 
 
-class TiedError(ModelMismatchError):
-    """A version has different bits for tensors that are one in the model. The version before stays live."""
-
-
 class ApplyError(DeltaSyncError):
-    """A version did not become live."""
+    """A version did not become live, or the pin excludes the requested one."""
 
     exit_code = 9
 
 
 class StageError(ApplyError):
-    """Staging failed; the live weights are untouched and a retry is safe."""
+    """Staging failed, or a commit was rolled back; the version before is live, and a retry is safe.
 
-
-class ShareError(StageError):
-    """Decoding the delta needs more of these `tensors` than this process has; the live weights are
-    untouched.
+    If `tensors` names some, decoding needs more of them than this process has.
     """
-
-    def __init__(self, message: str, tensors: Sequence[str] = ()) -> None:
-        super().__init__(message)
-        self.tensors = tensors
 
 
 class FingerprintMismatchError(ApplyError):
@@ -255,16 +203,12 @@ class SleepingError(ApplyError):
     """vLLM sleeps, so its weights are not in memory. Nothing was changed."""
 
 
-class PinnedError(ApplyError):
-    """The replica's pin excludes the requested version, or was changed meanwhile."""
-
-
 class CommitError(ApplyError):
     """A commit failed and could not be rolled back. Reload the weights."""
 
 
-class AckTimeoutError(DeltaSyncError):
-    """The version is published, but the replicas did not report serving it in time."""
+class AckTimeoutError(DeltaSyncError, TimeoutError):
+    """In the given time a version was not uploaded, or not served by the replicas; both go on."""
 
     exit_code = 10
 

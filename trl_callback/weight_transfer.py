@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deltasync import Publisher, Receipt, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import PublisherSettings, TrainerSettings
-from deltasync.errors import ConfigError, NotPublishedError, PublishError, PublishTimeoutError, get_logger
+from deltasync.errors import AckTimeoutError, ConfigError, NotPublishedError, PublishError, get_logger
 from deltasync.opening.owner import OVERWRITE, owner_of
 from deltasync.serve import heartbeat
 from deltasync.trainer.stream import Stream
@@ -256,7 +256,7 @@ class DeltaWeightTransfer:
 
         Raises:
             PublishError: the awaited version did not become visible.
-            PublishTimeoutError: it is still uploading after `config.ack_timeout_s`.
+            AckTimeoutError: it is still uploading after `config.ack_timeout_s`.
             AckTimeoutError: it is published, but replicas lag. The message names them.
             ConfigError: the server's answers cannot be used for training.
         """
@@ -294,8 +294,8 @@ class DeltaWeightTransfer:
         config = self.config
         try:
             receipt.wait(config.ack_timeout_s)
-        except PublishTimeoutError as error:
-            raise PublishTimeoutError(
+        except AckTimeoutError as error:
+            raise AckTimeoutError(
                 f"{error} Last error of {self._store.url}: {self._store.trouble}."
             ) from None
         run_id, published, urls = self.publisher.run_id, self.publisher.published, config.replicas or ()
@@ -335,7 +335,7 @@ class DeltaWeightTransfer:
         """
         publisher = self.publisher
         assert publisher is not None
-        with contextlib.suppress(PublishTimeoutError):
+        with contextlib.suppress(AckTimeoutError):
             publisher.flush(self.config.ack_timeout_s)
             return
         self._store.give_up()
@@ -343,7 +343,7 @@ class DeltaWeightTransfer:
         try:
             publisher.flush(_LAST_ANSWER_S)
             return
-        except PublishTimeoutError:
+        except AckTimeoutError:
             late = " A request that is still under way may make it visible."
         except PublishError:
             pass  # the upload has ended

@@ -19,7 +19,7 @@ from deltasync import limits
 from deltasync.channel import keys
 from deltasync.channel.keys import Slot
 from deltasync.codec.base import FORMAT
-from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, UnsupportedFormatError, describe
+from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, FormatError, describe
 from deltasync.stores.base import check_key
 from deltasync.tensors import ITEM_BYTES, Layout, TensorSpec, weight_elements
 
@@ -304,7 +304,7 @@ def encode(document: Document) -> bytes:
 def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Document:
     """Parse and check the document of the object at `key`.
 
-    Raises UnsupportedFormatError if it has another format or needs a feature that this reader lacks,
+    Raises FormatError if it has another format or needs a feature that this reader lacks,
     CorruptDataError if it is not valid, or contradicts itself or its key.
     """
     try:
@@ -312,9 +312,7 @@ def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Docume
     except UNREADABLE_JSON as error:
         raise CorruptDataError(f"{key} is not a JSON object: {error}.") from error
     if header.get("format") != FORMAT:
-        raise UnsupportedFormatError(
-            f"{key} has format {header.get('format')!r:.50}; this version reads {FORMAT!r}."
-        )
+        raise FormatError(f"{key} has format {header.get('format')!r:.50}; this version reads {FORMAT!r}.")
     requires = header.get("requires")
     missing = (
         sorted({name for name in requires if isinstance(name, str)} - FEATURES)
@@ -322,7 +320,7 @@ def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Docume
         else []
     )
     if missing:
-        raise UnsupportedFormatError(
+        raise FormatError(
             f"{key} requires {', '.join(missing[:5]):.200}, unknown to this version. Upgrade deltasync."
         )
     try:

@@ -151,8 +151,8 @@ def shortcut(
 def decode(data: bytes, key: str, trusted: Trusted | None) -> StoredRecord:
     """Parse and check the whole object at `key`, whose bytes are hashed once.
 
-    Raises SignatureError, and reads nothing else, if `trusted` is given and none of its keys has signed it;
-    CorruptDataError if it is not a record, or contradicts itself; UnsupportedFormatError like
+    Raises CorruptDataError, and reads nothing else, if `trusted` is given and none of its keys has signed it;
+    CorruptDataError if it is not a record, or contradicts itself; FormatError like
     `documents.decode`.
     """
     found = decode_document(data, len(data), key, trusted)

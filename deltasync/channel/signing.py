@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from deltasync.codec.base import FORMAT
 from deltasync.config import PublisherSettings
-from deltasync.errors import ConfigError, SignatureError
+from deltasync.errors import ConfigError, CorruptDataError
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric import ed25519
@@ -96,7 +96,7 @@ class Trusted:
         interpreted.
 
         Raises:
-            SignatureError: no trusted key has.
+            CorruptDataError: no trusted key has.
             ConfigError: the file of keys has changed and is not valid any more.
         """
         from cryptography.exceptions import InvalidSignature
@@ -107,17 +107,17 @@ class Trusted:
                 self._keys = _public_keys(names)
         found = _signature_at_end(data)
         if found is None:
-            raise SignatureError(
+            raise CorruptDataError(
                 f"{key} is not signed, and this reader accepts only records that a trusted key signed."
             )
         name, signature = found[1].decode(), bytes.fromhex(found[2].decode())
         trusted = self._keys.get(name)
         if trusted is None:
-            raise SignatureError(f"{key} is signed with the key {name}, which is not trusted here.")
+            raise CorruptDataError(f"{key} is signed with the key {name}, which is not trusted here.")
         try:
             trusted.verify(signature, _signed_bytes(key, data[: found.start()]))
         except InvalidSignature:
-            raise SignatureError(
+            raise CorruptDataError(
                 f"{key} was altered, or put where it does not belong: the signature of the key {name} does "
                 "not fit."
             ) from None

@@ -9,7 +9,7 @@ import functools
 from typing import TYPE_CHECKING, TypeAlias
 
 from deltasync.codec.base import OldBits, Wanted, open_payload
-from deltasync.errors import UnsupportedFormatError
+from deltasync.errors import FormatError
 
 if TYPE_CHECKING:
     from deltasync.codec.raw import RawCodec
@@ -49,11 +49,11 @@ def get(name: str) -> Codec:
     """Return the codec with this name.
 
     Raises:
-        UnsupportedFormatError: there is no such codec.
+        FormatError: there is no such codec.
     """
     codecs = _codecs()
     if name not in codecs:
-        raise UnsupportedFormatError(
+        raise FormatError(
             f"Unknown codec {name!r}; this version reads {', '.join(codecs)}. Upgrade deltasync."
         )
     return codecs[name]

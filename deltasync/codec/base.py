@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Protocol, Self
 import numpy as np
 from safetensors import SafetensorError
 
-from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
+from deltasync.errors import CorruptDataError, FormatError, ModelMismatchError, StageError
 from deltasync.tensors import ITEM_BYTES, SAFETENSORS_DTYPES, Region, Sparse, TensorSpec
 
 if TYPE_CHECKING:
@@ -230,14 +230,12 @@ def open_payload(data: bytes) -> Payload:
 
     Raises:
         CorruptDataError: the file is malformed, or its metadata is incomplete or contradicts itself.
-        UnsupportedFormatError: the payload has another format.
+        FormatError: the payload has another format.
     """
     head = _header(data)
     metadata = _metadata(head[1])
     if metadata.get("format") != FORMAT:
-        raise UnsupportedFormatError(
-            f"Payload has format {metadata.get('format')!r}; this version reads {FORMAT!r}."
-        )
+        raise FormatError(f"Payload has format {metadata.get('format')!r}; this version reads {FORMAT!r}.")
     found = {name: entry for name, entry in _entries(*head, len(data)).items() if name != RECORD}
     try:
         return Payload(

@@ -26,7 +26,7 @@ from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted
 from deltasync.codec.parts import GAPS, TILES, Coded, coded, packed
 from deltasync.codec.reader import readers_of
 from deltasync.codec.tiles import Cut, Tiling, whole
-from deltasync.errors import CorruptDataError, ShareError
+from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import native
 from deltasync.kernels.rans import Blocks, ratios
 from deltasync.tensors import Delta, Layout, Sparse, Vector, bounds, count_below
@@ -96,7 +96,7 @@ class VectorCodec:
 
         Raises:
             StageError: the payload needs `old`.
-            ShareError: it needs more of some tensors than the caller holds: whole tiles, or all where there
+            StageError: it needs more of some tensors than the caller holds: whole tiles, or all where there
                 are none.
             CorruptDataError: the payload contradicts itself or the tensor table.
         """
@@ -106,9 +106,11 @@ class VectorCodec:
         if wanted is not None and (
             names := [name for reader in readers.values() for name in reader.choose(wanted)]
         ):
-            raise ShareError(
-                f"Decoding needs more than is held of {len(names)} tensors, such as {names[0]}.", names
+            error = StageError(
+                f"Decoding needs more than is held of {len(names)} tensors, such as {names[0]}."
             )
+            error.tensors = names
+            raise error
         for width, reader in readers.items():
             vector = layout.vectors[width]
             number_T, count_T, digest_T = reader.number_T, reader.count_T, reader.digest_T

@@ -29,12 +29,12 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import Pin
 from deltasync.errors import (
+    ChainError,
     CorruptDataError,
     DeltaSyncError,
     FormatError,
     MissingVersionError,
     NotPublishedError,
-    StaleChannelError,
     StoreError,
 )
 from deltasync.following.poll import Prefetch
@@ -259,7 +259,7 @@ class Cursor:
             self._record = self.reader.record(newest)
         age_s = time.time() - self._record.record.created_s
         if age_s > most_s:
-            raise StaleChannelError(
+            raise ChainError(
                 f"The newest version, {newest.version}, is {age_s:.0f} s old, and {most_s:g} s are allowed: "
                 "nothing newer was published, or somebody keeps it back."
             )

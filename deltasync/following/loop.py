@@ -34,7 +34,6 @@ from deltasync.errors import (
     FingerprintMismatchError,
     MissingVersionError,
     NotPublishedError,
-    PinnedError,
     SleepingError,
     StageError,
     StoreError,
@@ -283,7 +282,7 @@ class Follow:
             version: This version or a later one; while the replica is pinned to a number exactly this one.
             step: A version of the newest epoch, of this step of the trainer or a later one.
 
-        With neither, it waits for the version that the pin points to now. The future raises PinnedError if a
+        With neither, it waits for the version that the pin points to now. The future raises ApplyError if a
         pin, now or after a change, keeps the replica from there.
 
         Raises:
@@ -294,11 +293,11 @@ class Follow:
         def reached() -> int | None:
             pin, served = self._pin, self.identity
             if pin is not None and version not in (None, pin):
-                raise PinnedError(
+                raise ApplyError(
                     f"This replica is pinned to version {pin} and will not serve version {version}."
                 )
             if self._pins != pins and version is None and step is None:
-                raise PinnedError(f"The pin of this replica was changed meanwhile to: {pin_text(pin)}.")
+                raise ApplyError(f"The pin of this replica was changed meanwhile to: {pin_text(pin)}.")
             if served is None:
                 return None
             if version is not None:
@@ -317,7 +316,7 @@ class Follow:
                 try:
                     if (served := reached()) is not None:
                         future.set_result(served)
-                except PinnedError as error:
+                except ApplyError as error:
                     future.set_exception(error)
 
         self.poke()
@@ -332,7 +331,7 @@ class Follow:
 
         Raises:
             AckTimeoutError: it is not after `timeout_s`; it says why.
-            PinnedError: the pin keeps the replica from there.
+            ApplyError: the pin keeps the replica from there.
         """
         wanted = 1 if version is None else version
         if version is None and self.version is not None:

@@ -22,7 +22,6 @@ from deltasync.errors import (
     FingerprintMismatchError,
     MissingVersionError,
     StageError,
-    TiedError,
 )
 from deltasync.live import LiveMemory, Prints, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
@@ -158,11 +157,11 @@ class LiveWeights:
 
         Raises:
             StoreError, ChainError, FormatError, StageError: retry, or take another chain.
-            ShareError: `complete` these tensors first.
-            TiedError: the version was committed before, and rolled back because of this.
+            StageError: `complete` its `tensors` first, if it names some; else the version was committed before,
+                and rolled back because tied tensors differ in it.
         """
         if self._untied is not None and self._untied[0] == chain[-1].version:
-            raise TiedError(self._untied[1])
+            raise StageError(self._untied[1])
         before = time.perf_counter()
         whole: Delta | Mapping[str, np.ndarray]
         with _map_out_of_memory(chain[-1].record.version):
@@ -331,7 +330,7 @@ class LiveWeights:
     def _refuse_untied(
         self, stored: StoredRecord, wanted: Mapping[str, int | None], wrong: Sequence[str]
     ) -> None:
-        """Raise TiedError if nothing but a tie can be why a version has not given its fingerprints."""
+        """Raise StageError if nothing but a tie can be why a version has not given its fingerprints."""
         ties = self.memory.ties
         unlike = wrong or [
             name
@@ -346,7 +345,7 @@ class LiveWeights:
             "serve a checkpoint of a model that does not tie them."
         )
         self._untied = stored.version, said
-        raise TiedError(said)
+        raise StageError(said)
 
     def rollback(self, committed: StagedVersion) -> None:
         """Bring back the bits from before a commit."""

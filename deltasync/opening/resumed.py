@@ -16,7 +16,7 @@ from deltasync.channel import plan
 from deltasync.channel.documents import Record, VersionId
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import ChainError, FormatError, ResumeMismatchError, StoreError
+from deltasync.errors import ChainError, ChannelInUseError, FormatError, StoreError
 from deltasync.opening.start import replayed
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
@@ -55,7 +55,7 @@ class StepCheck:
         `problem` is what this rank's publish has failed with, None if it has not.
 
         Raises:
-            ResumeMismatchError: the channel has this step, and no version of it has these bits; at all ranks.
+            ChannelInUseError: the channel has this step, and no version of it has these bits; at all ranks.
             BaseException: the `problem` of a rank; at all ranks.
         """
         ranks = self._ranks
@@ -161,7 +161,7 @@ def versions_at(reader: ChannelReader, tip: VersionId | None, step: int) -> list
 
 def _mismatch(
     url: str, step: int | None, version: VersionId, counts: dict[str, int] | None, shadow: Shadow
-) -> ResumeMismatchError:
+) -> ChannelInUseError:
     total = sum(spec.element_count for spec in shadow.specs.values())
     differing = {name: count for name, count in (counts or {}).items() if count}
     changed = sum(differing.values())
@@ -170,7 +170,7 @@ def _mismatch(
         named = sorted(differing, key=lambda name: differing[name], reverse=True)[:_NAMED]
         more = f", and {len(differing) - len(named):,} more" if len(differing) > len(named) else ""
         where = f"{changed:,} of {total:,} elements differ ({changed / max(total, 1):.2%}), in {', '.join(named)}{more}"
-    return ResumeMismatchError(
+    return ChannelInUseError(
         f"{url} has step {step} as version {version.version}, and the resumed trainer holds other weights at "
         "this step: "
         f"{where}. Nothing was published. Look for weights that were not loaded from the checkpoint. If "

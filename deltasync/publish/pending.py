@@ -15,7 +15,7 @@ import numpy as np
 
 from deltasync.channel import documents
 from deltasync.channel.documents import Anchor, Channel, Record, Reference, TokenLag
-from deltasync.errors import PublishTimeoutError
+from deltasync.errors import AckTimeoutError
 from deltasync.gpu.delta import DeviceDelta
 from deltasync.publish.shadow import Shadow, Weights
 from deltasync.tensors import Delta, Fingerprints, Layout, fingerprint
@@ -246,7 +246,7 @@ class Receipt:
         """Block until the version is visible.
 
         Raises:
-            PublishTimeoutError: still uploading; the upload goes on.
+            AckTimeoutError: still uploading; the upload goes on.
             PublishPendingError: the store has not said whether it has the version; the next publish asks
                 again.
             PublishError: the version did not become visible, and why.
@@ -254,7 +254,7 @@ class Receipt:
         try:
             self._uploaded.result(timeout_s)
         except TimeoutError:
-            raise PublishTimeoutError(
+            raise AckTimeoutError(
                 f"Version {self.version} is still being uploaded after {timeout_s} s."
             ) from None
         return self

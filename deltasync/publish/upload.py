@@ -22,7 +22,6 @@ from deltasync.errors import (
     DeltaSyncError,
     FencedError,
     PublishError,
-    PublishLostError,
     PublishPendingError,
     error_of,
     get_logger,
@@ -73,7 +72,7 @@ class UploadQueue:
         self._running: Pending | None = None
         self._fenced: FencedError | None = None
         self._cause = ""  # why the last version of a sharded trainer was lost, after which there was no delta
-        self._refusal: PublishLostError | None = None  # what the next publish raises
+        self._refusal: PublishError | None = None  # what the next publish raises
         self._used_s = time.monotonic()
         self._paused: threading.Thread | None = None  # who publishes
         self._puts = Workers(PUTS, "upload")
@@ -103,7 +102,7 @@ class UploadQueue:
 
         Raises:
             FencedError: another publisher has opened the channel; every later call raises it too.
-            PublishLostError: two versions of a sharded trainer were lost for one cause; the next call goes
+            PublishError: two versions of a sharded trainer were lost for one cause; the next call goes
                 on.
         """
         with self._lock:
@@ -123,9 +122,7 @@ class UploadQueue:
             if job is None or job not in self._waiting:
                 return
             self._waiting.remove(job)
-        job.fail(
-            PublishLostError(f"Version {job.version} was lost: an interrupt came while its bits changed.")
-        )
+        job.fail(PublishError(f"Version {job.version} was lost: an interrupt came while its bits changed."))
 
     def let_go(self) -> None:
         """Release the locks that an interrupt has left this thread holding."""
@@ -229,7 +226,7 @@ class UploadQueue:
                 "The upload failed in a way that deltasync does not expect; the next version has full weights"
             )
             if job is not None:
-                job.fail(PublishLostError(f"Version {job.version} was lost: {type(error).__name__}: {error}"))
+                job.fail(PublishError(f"Version {job.version} was lost: {type(error).__name__}: {error}"))
 
     def _run_next(self) -> bool:
         """Run the next job, if it may begin; return whether another one may follow at once."""
@@ -251,7 +248,7 @@ class UploadQueue:
             if problem is not None:
                 raise problem
             if job.version != self._log.next_version or (self.full and not job.full):
-                raise PublishLostError(f"Version {job.version} builds on one that was lost.")
+                raise PublishError(f"Version {job.version} builds on one that was lost.")
             stored = self._store_full(job) if job.full else self._store_delta(job)
         except Exception as error:  # noqa: BLE001 - likewise
             if isinstance(problem, PublishPendingError) and self._ranks is None:
@@ -319,7 +316,7 @@ class UploadQueue:
         else:
             self._log.give_up(version)
             if not isinstance(error, PublishError):
-                error = PublishLostError(f"Version {version} was not published and is not visible: {error}")
+                error = PublishError(f"Version {version} was not published and is not visible: {error}")
                 error.__cause__ = cause
             # At once, so that a publish that learns of the loss cannot merge anything into what builds on it.
             with self._lock:
@@ -329,7 +326,7 @@ class UploadQueue:
                     before, self._cause = self._cause, _NUMBERS.sub("", f"{type(cause).__name__} {cause}")
                     if self._cause == before:
                         self._cause = ""
-                        self._refusal = PublishLostError(
+                        self._refusal = PublishError(
                             f"Two versions were lost for one cause, so it will not pass: {cause} Remove it; "
                             "the next "
                             "publish tries again, with full weights."
@@ -339,7 +336,7 @@ class UploadQueue:
         for other in lost:
             self._end(
                 other,
-                self._fenced or PublishLostError(f"Version {other.version} builds on a lost one. {error}"),
+                self._fenced or PublishError(f"Version {other.version} builds on a lost one. {error}"),
             )
 
     def _drop_waiting(self) -> list[Pending]:
@@ -451,7 +448,7 @@ class PartQueue:
         """As `UploadQueue.drop`."""
         if self.joined is not None:
             self.joined.fail(
-                PublishLostError(f"Version {self.joined.version} was lost: the next one could not join it.")
+                PublishError(f"Version {self.joined.version} was lost: the next one could not join it.")
             )
             self.joined = None
 

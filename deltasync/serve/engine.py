@@ -25,10 +25,8 @@ from deltasync.errors import (
     DeltaSyncError,
     FingerprintMismatchError,
     MissingVersionError,
-    ShareError,
     SleepingError,
     StageError,
-    TiedError,
     describe,
     error_of,
     get_logger,
@@ -163,17 +161,13 @@ class Failure(msgspec.Struct, frozen=True):
         if not isinstance(error, DeltaSyncError):
             logger.error("deltasync failed unexpectedly", exc_info=error)
         key = error.key if isinstance(error, CorruptDataError | MissingVersionError) else None
-        return cls(
-            type(error).__name__, str(error), key, [*error.tensors] if isinstance(error, ShareError) else []
-        )
+        tensors = [*error.tensors] if isinstance(error, DeltaSyncError) else []
+        return cls(type(error).__name__, str(error), key, tensors)
 
     def error(self) -> DeltaSyncError:
         """Return the error; an ApplyError if its class is not one of deltasync's."""
         error = error_of(self.kind, self.message, ApplyError)
-        if isinstance(error, ShareError):
-            error.tensors = self.tensors
-        else:
-            error.key = self.key
+        error.key, error.tensors = self.key, self.tensors
         return error
 
 
@@ -215,7 +209,7 @@ def parse(answer: Answer, kind: Any) -> Any:
 
 def is_safe(error: BaseException) -> bool:
     """Whether the live weights are still those of the version before a commit that ended with this error."""
-    return isinstance(error, FingerprintMismatchError | TiedError | StageError | SleepingError)
+    return isinstance(error, FingerprintMismatchError | StageError | SleepingError)
 
 
 def succeeded(replies: Sequence[_T | Failure]) -> list[_T]:
@@ -227,10 +221,7 @@ def succeeded(replies: Sequence[_T | Failure]) -> list[_T]:
     """
     errors = [reply.error() for reply in replies if isinstance(reply, Failure)]
     if errors:
-        raised = min(errors, key=lambda error: (is_safe(error), isinstance(error, ShareError)))
-        if isinstance(raised, ShareError):
-            raised.tensors = sorted(
-                {name for error in errors if isinstance(error, ShareError) for name in error.tensors}
-            )
+        raised = min(errors, key=lambda error: (is_safe(error), bool(error.tensors)))
+        raised.tensors = sorted({name for error in errors for name in error.tensors})
         raise raised
     return [reply for reply in replies if not isinstance(reply, Failure)]

@@ -129,7 +129,7 @@ class ModuleReplica:
 
         Raises:
             AckTimeoutError: they are not after `timeout_s`; it says why.
-            PinnedError: the pin keeps the module from that version.
+            ApplyError: the pin keeps the module from that version.
         """
         return self._follow.wait(version, timeout_s)
 

@@ -30,7 +30,7 @@ from fastapi.responses import Response
 
 from deltasync import limits
 from deltasync.config import ReplicaSettings, parse_pin, pin_text
-from deltasync.errors import ApplyError, ConfigError, DeltaSyncError, MissingVersionError, PinnedError
+from deltasync.errors import ApplyError, ConfigError, DeltaSyncError, MissingVersionError
 from deltasync.following.loop import Follow
 from deltasync.serve import calls
 from deltasync.serve.engine import Failure, parse
@@ -167,7 +167,7 @@ class Routes:
         follow, before = self.follow(), time.monotonic()
         try:
             served = await wait(follow, timeout_s, version, step)
-        except PinnedError as error:
+        except ApplyError as error:
             raise Refused(409, str(error)) from None
         if served is None:
             status = follow.status(0)

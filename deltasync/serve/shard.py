@@ -31,7 +31,6 @@ from deltasync.errors import (
     ModelMismatchError,
     SleepingError,
     StageError,
-    TiedError,
     get_logger,
 )
 from deltasync.following.weights import LiveWeights, StagedVersion
@@ -337,7 +336,7 @@ class Shard:
         """Fetch, verify and decode consecutive records. Returns False if the live bits are not known.
 
         Raises:
-            ShareError: `complete` these tensors first.
+            StageError: `complete` its `tensors` first, if it names some.
             CorruptDataError, MissingVersionError: with the `key` of the record that is to blame.
         """
         self._staged = None
@@ -478,7 +477,7 @@ class Shard:
                 `undo` before the next step.
 
         Raises:
-            StageError, SleepingError, FingerprintMismatchError, TiedError: the bits are as before.
+            StageError, SleepingError, FingerprintMismatchError: the bits are as before.
             CommitError: they are uncertain.
         """
         staged, self._staged = self._staged, None
@@ -512,7 +511,7 @@ class Shard:
                 else Prints(np.frombuffer(found[0], np.uint64), np.frombuffer(found[1], bool))
             )
             self.weights.confirm(committed, prints)
-        except (FingerprintMismatchError, TiedError):
+        except (FingerprintMismatchError, StageError):
             self._refresh(committed.staged.fingerprints)
             raise
 

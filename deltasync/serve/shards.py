@@ -34,7 +34,6 @@ from deltasync.errors import (
     CommitError,
     DeltaSyncError,
     ModelMismatchError,
-    ShareError,
     StageError,
     describe,
     get_logger,
@@ -343,15 +342,15 @@ class ShardsTarget:
         while True:
             try:
                 return chain if all(self._every(bool, "stage", records)) else None
-            except ShareError as error:
-                lacking = {*error.tensors}
             except DeltaSyncError as error:
-                reference = chain[0].record.reference
-                if reference is None or self.version is not None:
-                    raise
-                unlike = payloads.unlike(self.reader, reference, self._fingerprints)
-                said = Failure.of(error)
-                raise msgspec.structs.replace(said, message=f"{said.message} {unlike}").error() from error
+                lacking = {*error.tensors}
+                if not lacking:
+                    reference = chain[0].record.reference
+                    if reference is None or self.version is not None:
+                        raise
+                    unlike = payloads.unlike(self.reader, reference, self._fingerprints)
+                    said = Failure.of(error)
+                    raise msgspec.structs.replace(said, message=f"{said.message} {unlike}").error() from error
             if lacking & completed:
                 raise ApplyError(f"A shard was handed {min(lacking & completed)}, and lacks it.")
             for name in sorted(lacking):

@@ -23,7 +23,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 
 import msgspec
 
-from deltasync.errors import AckTimeoutError, ConfigError, DeltaSyncError, PinnedError
+from deltasync.errors import AckTimeoutError, ApplyError, ConfigError, DeltaSyncError
 from deltasync.following.loop import Follow
 from deltasync.serve.requests import Refused
 
@@ -240,7 +240,7 @@ async def reach(follow: Follow, wanted: Wanted) -> Wanted:
     is_later = pin is not None and version is not None and not wanted.exact and pin >= version
     try:
         served = await wait(follow, wanted.timeout_s, pin if is_later else version)
-    except PinnedError as error:
+    except ApplyError as error:
         raise AckTimeoutError(wanted.refusal(follow.version, str(error))) from None
     if served is None or not wanted.allows(served, served):
         why = f"It waited {wanted.timeout_s:g} s. {follow.why}" if served is None else ""
@@ -280,7 +280,7 @@ async def wait(
     """Return the number of the version served once it is what a client asks for; None after `timeout_s`.
 
     Raises:
-        PinnedError: as `Follow.request`.
+        ApplyError: as `Follow.request`.
     """
     try:
         async with asyncio.timeout(timeout_s):

@@ -16,7 +16,7 @@ from deltasync import Publisher, open_store
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings, parse_pin
-from deltasync.errors import CommitError, DeltaSyncError, MissingVersionError, PinnedError, RunMismatchError
+from deltasync.errors import ApplyError, CommitError, DeltaSyncError, MissingVersionError, RunMismatchError
 from deltasync.following import Follow, Target
 from deltasync.serve import heartbeat
 from tests.conftest import assert_same_bits
@@ -128,7 +128,7 @@ class TargetContract:
         assert bench.follow.pin is None
         bench.follow.set_pin(1)
         assert bench.follow.wait(1) == 1
-        with pytest.raises(PinnedError, match="pinned to version 1"):
+        with pytest.raises(ApplyError, match="pinned to version 1"):
             bench.follow.wait(2, timeout_s=60)
 
     def test_a_gap_is_waited_out_and_bridged(self, bench: Bench) -> None:

@@ -44,7 +44,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Trusted
 from deltasync.clouds.events import _events
-from deltasync.errors import CorruptDataError, DeltaSyncError, SignatureError, printable
+from deltasync.errors import CorruptDataError, DeltaSyncError, printable
 from deltasync.following import Replica
 from deltasync.opening import checkpoint
 from deltasync.ops.cli import watch
@@ -97,7 +97,7 @@ def document(data: bytes) -> None:
             body = msgspec.json.encode(table | {"tensors_sha256": digest})
     key = _key_of(body)
     signing.signed_by(body)
-    with pytest.raises(SignatureError):
+    with pytest.raises(CorruptDataError):
         _TRUSTED.check(key, body)
     with contextlib.suppress(DeltaSyncError):
         found: Any = documents.decode(body, kind, key)

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from deltasync import Publisher, open_store
-from deltasync.errors import PublishError, PublishLostError
+from deltasync.errors import PublishError
 from deltasync.trainer.stream import TensorRange
 from tests.faults import FaultyStore
 
@@ -34,7 +34,7 @@ if __name__ == "__main__":
     receipt = publisher.publish(stream(), step=0)
     try:
         receipt.wait(60)
-    except PublishLostError:
+    except PublishError:
         print("lost version", receipt.version)
     for told in ("no publish without rank 1", "still no publish"):
         try:

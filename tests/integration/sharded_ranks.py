@@ -27,13 +27,12 @@ from deltasync.channel import keys, signing
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec import tiles
 from deltasync.errors import (
+    ChannelInUseError,
     ConfigError,
     DeltaSyncError,
     FencedError,
     PublishError,
-    PublishLostError,
     PublishPendingError,
-    ResumeMismatchError,
     StoreError,
 )
 from deltasync.publish import encode
@@ -222,7 +221,7 @@ def resumed_step() -> None:
         with scenario.publisher(resume=True) as publisher:
             try:
                 publisher.publish(step().items(), step=number)
-            except ResumeMismatchError as error:
+            except ChannelInUseError as error:
                 scenario.told.append(
                     {"tensors": dict(error.tensors), "fraction": error.changed_fraction, "said": str(error)}
                 )
@@ -272,7 +271,7 @@ def failures() -> None:
         lost = publisher.publish(step().items(), step=scenario.next_step())
         try:
             lost.wait(60)
-        except PublishLostError as error:
+        except PublishError as error:
             assert "failed by the test" in str(error)
             scenario.note(lost)
         else:
@@ -367,7 +366,7 @@ def free_start() -> None:
         lost = publisher.publish(weights_of(model).items(), step=scenario.next_step())
         try:
             lost.wait(60)
-        except PublishLostError:
+        except PublishError:
             scenario.note(lost)
         scenario.publish(publisher, step())
         scenario.publish(publisher, step())

@@ -66,7 +66,7 @@ def test_async_grpo_publishes_what_each_process_holds(quick: Path) -> None:
 
 def test_a_rank_that_cannot_store_its_part_leaves_no_version_and_hangs_none(quick: Path) -> None:
     found = told(quick / "lost_upload")
-    assert [rank["error"][0] for rank in found] == ["PublishLostError", "PublishLostError"]
+    assert [rank["error"][0] for rank in found] == ["PublishError", "PublishError"]
     assert all("failed by the test" in rank["error"][1] for rank in found)
     assert found[0]["events"] == ["version 1", "start", "stop"]
     assert Replica(f"file://{quick}/lost_upload/channel").sync() == 1

@@ -14,7 +14,7 @@ from safetensors import safe_open
 from deltasync import codec
 from deltasync.codec import tiles, vector
 from deltasync.codec.base import Encoded, body
-from deltasync.errors import CorruptDataError, ModelMismatchError, StageError, UnsupportedFormatError
+from deltasync.errors import CorruptDataError, FormatError, ModelMismatchError, StageError
 from deltasync.tensors import Delta, Layout, Region, Sparse, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
 from tests import deltas
@@ -404,7 +404,7 @@ def test_a_record_reads_as_its_payload(codec_name: str, model: Model) -> None:
 def test_a_payload_of_another_format_is_not_read() -> None:
     encoded = _encoded("packed", _like_training("bfloat16", 1000, 0.1))
     data = b"".join(body(encoded.arrays, encoded.metadata | {"format": "deltasync/1"}))
-    with pytest.raises(UnsupportedFormatError, match="deltasync/1"):
+    with pytest.raises(FormatError, match="deltasync/1"):
         codec.open_payload(data)
 
 
@@ -431,5 +431,5 @@ def test_a_tensor_that_changed_everywhere_at_random_travels_as_steps() -> None:
 
 
 def test_an_unknown_codec_is_unsupported() -> None:
-    with pytest.raises(UnsupportedFormatError, match="telepathy"):
+    with pytest.raises(FormatError, match="telepathy"):
         codec.get("telepathy")

@@ -19,7 +19,7 @@ from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.codec import tiles
-from deltasync.errors import FingerprintMismatchError, ShareError
+from deltasync.errors import FingerprintMismatchError, StageError
 from deltasync.following import LiveWeights
 from deltasync.live import LiveMemory, Prints, Segment, Union
 from deltasync.tensors.bits import bits_of
@@ -71,7 +71,7 @@ class Two:
         """
         try:
             staged = [follower.stage(way) for follower in self.followers]
-        except ShareError as error:
+        except StageError as error:
             assert error.tensors == ["w"]
             self.completed += 1
             for follower in self.followers:

@@ -17,7 +17,7 @@ from deltasync import codec
 from deltasync.codec import reader, tiles
 from deltasync.codec.base import Encoded, Payload, RangeBits
 from deltasync.codec.tiles import Grid
-from deltasync.errors import CorruptDataError, ShareError, StageError
+from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import Delta, Layout, Sparse, TensorSpec
@@ -233,7 +233,7 @@ def test_who_holds_a_part_of_a_tile_is_told_of_which_tensors(
     spec = TensorSpec("w", "bfloat16", shape)
     old_N, new_N = changed(spec, 0.05)
     memory, payload = held(spec, old_N), encoded(spec, old_N, new_N)
-    with pytest.raises(ShareError, match="more than is held of 1 tensors, such as w") as caught:
+    with pytest.raises(StageError, match="more than is held of 1 tensors, such as w") as caught:
         decoded(payload, spec, memory.gather, memory.held)
     assert caught.value.tensors == ["w"]
     delta = decoded(payload, spec, lambda _: old_N, lambda _: None)

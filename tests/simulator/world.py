@@ -24,7 +24,7 @@ from deltasync import Publisher, Replica, Retention, ending
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
-from deltasync.errors import DeltaSyncError, FencedError, UnsupportedFormatError
+from deltasync.errors import DeltaSyncError, FencedError, FormatError
 from deltasync.following import loop
 from deltasync.ops import compactor, gc
 from deltasync.ops.checks import check
@@ -431,7 +431,7 @@ class World:
         thread = Thread(target=lambda: self._finish(process), name="main", process=process)
         thread.start()
         thread.join()
-        if self.harm == "rot" and isinstance(thread.error, UnsupportedFormatError):
+        if self.harm == "rot" and type(thread.error) is FormatError:
             # a byte of the format's name: nothing is written to a newer channel
             self.scheduler.failed.clear()
             return

@@ -26,7 +26,7 @@ from deltasync.channel.documents import (
     VersionId,
 )
 from deltasync.codec.base import Encoded, open_payload
-from deltasync.errors import CorruptDataError, FormatError, UnsupportedFormatError
+from deltasync.errors import CorruptDataError, FormatError
 from deltasync.tensors import Delta as Changes
 from deltasync.tensors import Layout, Sparse, TensorSpec
 
@@ -132,17 +132,17 @@ def test_unknown_fields_are_ignored(document: Any) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_unknown_required_features_are_refused_by_name(document: Any) -> None:
-    with pytest.raises(UnsupportedFormatError, match="teleport"):
+    with pytest.raises(FormatError, match="teleport"):
         _decode(document, _altered(document, requires=["teleport"]))
     bare = json.dumps({"format": documents.FORMAT, "requires": ["teleport"]}).encode()
-    with pytest.raises(UnsupportedFormatError):
+    with pytest.raises(FormatError):
         _decode(document, bare)
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 @pytest.mark.parametrize("found", ["deltasync/1", None, 2])
 def test_another_format_is_refused(document: Any, found: object) -> None:
-    with pytest.raises(UnsupportedFormatError):
+    with pytest.raises(FormatError):
         _decode(document, _altered(document, format=found))
 
 
@@ -411,7 +411,8 @@ def test_threads_may_decode_the_first_document_of_a_process() -> None:
     script = """
 import dataclasses, sys, threading
 import msgspec
-from deltasync.channel import documents, heartbeat
+from deltasync.channel import documents
+from deltasync.serve import heartbeat
 
 kinds = {kind for kind in vars(documents).values() if dataclasses.is_dataclass(kind) and "documents" in kind.__module__}
 print(*sorted(kind.__name__ for kind in {*kinds, heartbeat.Heartbeat} if "__msgspec_cache__" not in vars(kind)))

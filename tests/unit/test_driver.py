@@ -70,7 +70,7 @@ def test_what_no_trusted_key_has_signed_reaches_no_worker(
     asyncio.run(body())
     # A worker reads documents by itself, and holds them to the keys that the driver names.
     refused = Engine().worker.deltasync_open(memory_url, str(tmp_path / "theirs.pub"))
-    assert refused["error"]["kind"] == "SignatureError"
+    assert refused["error"]["kind"] == "CorruptDataError"
     assert refused["error"]["message"].startswith("channel.json is signed with the key")
     assert Engine().worker.deltasync_open(memory_url, str(ours)) == {"result": None}
 

@@ -18,7 +18,7 @@ from deltasync.channel import keys
 from deltasync.channel.documents import Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
-from deltasync.errors import ConfigError, MissingVersionError, PublishError, PublishLostError
+from deltasync.errors import ConfigError, MissingVersionError, PublishError
 from deltasync.stores import Store
 from tests.builders import assert_holds, finish_maintenance
 from tests.faults import FOREVER, FaultyStore
@@ -193,7 +193,7 @@ def test_a_delta_on_the_reference_that_is_lost_costs_an_anchor(memory_url: str, 
     with Publisher(memory_url, initial=base) as publisher:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("deltasync.publish.encode.encode", lambda *_: 1 / 0)
-            with pytest.raises(PublishLostError):
+            with pytest.raises(PublishError):
                 publisher.publish(trained(weights(), 1).items()).wait(60)
         receipt = publisher.publish(trained(weights(), 2).items()).wait(60)
     assert (receipt.version, receipt.kind) == (2, "anchor")

@@ -17,7 +17,7 @@ import torch
 import deltasync
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel import keys
-from deltasync.errors import PublishLostError
+from deltasync.errors import PublishError
 from deltasync.kernels import native
 from tests.builders import assert_holds
 from tests.conftest import assert_same_bits
@@ -243,7 +243,7 @@ def test_a_waiting_version_is_lost_if_the_shadow_is(memory_url: str, monkeypatch
             publisher.publish(weights(3))
         last = publisher.publish(weights(4))
         gate.opened.set()
-        with pytest.raises(PublishLostError):
+        with pytest.raises(PublishError):
             waiting.wait(PATIENCE_S)
         assert (first.wait(PATIENCE_S).version, last.wait(PATIENCE_S).version, last.kind) == (2, 3, "anchor")
     assert_holds(store, weights(4), 3)

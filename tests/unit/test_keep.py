@@ -10,7 +10,7 @@ from deltasync.channel import keys
 from deltasync.channel.payloads import delta
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
-from deltasync.errors import PublishLostError
+from deltasync.errors import PublishError
 from deltasync.live import LiveMemory
 from deltasync.ops import check
 from tests.builders import assert_holds, finish_maintenance
@@ -137,7 +137,7 @@ def test_after_a_version_that_is_lost_compactions_begin_at_the_new_full_weights(
     with Publisher(store, retries=0, retention=Retention(compact_every=2)) as publisher:
         publisher.publish(states[0].items()).wait(60)
         store.fail_at("put", keys.PARTS)
-        with pytest.raises(PublishLostError):
+        with pytest.raises(PublishError):
             publisher.publish(states[1].items()).wait(60)
         for state in states[2:]:
             publisher.publish(state.items()).wait(60)

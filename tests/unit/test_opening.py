@@ -19,8 +19,8 @@ from deltasync.errors import (
     ChannelInUseError,
     ConfigError,
     FencedError,
+    FormatError,
     PublishError,
-    UnsupportedFormatError,
 )
 from deltasync.opening.acquire import open_channel
 from deltasync.publish.log import Lease
@@ -85,7 +85,7 @@ class TestDamage:
         newer = record.encode(dataclasses.replace(first.record, requires=["new"]), first.key, None, None).data
         assert newer is not None
         quick.damage(first.key, newer)
-        with pytest.raises(UnsupportedFormatError, match="Upgrade"):
+        with pytest.raises(FormatError, match="Upgrade"):
             quick.script("b")
 
 

@@ -19,7 +19,7 @@ from deltasync.channel import keys, payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec import reader
 from deltasync.codec.base import Encoded, NewBits
-from deltasync.errors import PublishLostError
+from deltasync.errors import PublishError
 from deltasync.publish import encode
 from deltasync.publish.upload import PUTS
 from deltasync.stores import Store
@@ -302,7 +302,7 @@ def test_what_a_codec_encodes_wrong_is_not_published(
         with monkeypatch.context() as patch:
             patch.setattr(kind, "encode", damaged)
             receipt = publisher.publish(second.items())
-            with pytest.raises(PublishLostError, match=r"decodes to other bits|lacks|malformed"):
+            with pytest.raises(PublishError, match=r"decodes to other bits|lacks|malformed"):
                 receipt.wait(60)
         assert Replica(store).sync() == 1
         assert [info.key for info in store.list(keys.VERSIONS)] == [ChannelReader(store).numbered(1).key]

@@ -20,13 +20,13 @@ from deltasync.channel.documents import Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.vector import VectorCodec
 from deltasync.errors import (
+    AckTimeoutError,
     ChannelInUseError,
     ConfigError,
     FencedError,
     ModelMismatchError,
-    PublishLostError,
+    PublishError,
     PublishPendingError,
-    PublishTimeoutError,
     StoreError,
 )
 from deltasync.stores import Store
@@ -271,7 +271,7 @@ def test_full_weights_that_wait_behind_a_version_without_an_answer_end_their_rec
             builders.publish(publisher, state)
     store.heal()
     store.fail_at("create", keys.VERSIONS, times=99, error=StoreError)
-    with pytest.raises(PublishLostError):  # the next one has full weights
+    with pytest.raises(PublishError):  # the next one has full weights
         builders.publish(publisher, states[3])
     store.heal()
     store.fail_at("create", keys.VERSIONS, times=99)
@@ -314,7 +314,7 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
         assert [job.version for job in publisher._uploader._waiting] == [3]
     assert [receipt.version for receipt in receipts] == [2, 3, 3, 3, 3, 3]
     assert not any(receipt.done for receipt in receipts)
-    with pytest.raises(PublishTimeoutError) as late:
+    with pytest.raises(AckTimeoutError) as late:
         publisher.flush(timeout_s=0.01)
     assert isinstance(late.value, TimeoutError)
     gate.opened.set()
@@ -424,9 +424,9 @@ def test_an_encoder_that_fails_publishes_nothing(
         patch.setattr(VectorCodec, "encode", fail)
         receipt = publisher.publish(builders.trained(builders.weights(), 1).items())
         gate.opened.set()
-        with pytest.raises(PublishLostError):
+        with pytest.raises(PublishError):
             receipt.wait(60)
-        with pytest.raises(PublishLostError):
+        with pytest.raises(PublishError):
             _ = receipt.payload_bytes
     weights = builders.trained(builders.weights(), 2)
     receipt = builders.publish(publisher, weights)
@@ -455,7 +455,7 @@ def test_receipts_keep_no_weights(store: FaultyStore) -> None:
     receipts, shadow = ended()
     gc.collect()
     assert shadow() is None
-    with pytest.raises(PublishLostError, match="was not published"):
+    with pytest.raises(PublishError, match="was not published"):
         receipts[1].wait()
 
 
@@ -480,7 +480,7 @@ def test_publishing_from_the_very_moment_of_a_loss_never_builds_on_it(store: Fau
 
     lost.when_done(publish_now)  # called in the uploader's thread
     gate.opened.set()
-    with pytest.raises(PublishLostError):
+    with pytest.raises(PublishError):
         lost.wait(60)
     assert published.wait(60)
     publisher.close()
@@ -505,7 +505,7 @@ def test_an_error_in_the_with_block_is_not_hidden_by_a_lost_upload(store: Faulty
 
 def test_a_lost_upload_comes_out_of_the_with_block(store: FaultyStore) -> None:
     store.fail_at("create", "channel.json", error=StoreError)
-    with pytest.raises(PublishLostError), Publisher(store) as publisher:
+    with pytest.raises(PublishError), Publisher(store) as publisher:
         publisher.publish(builders.weights().items())
 
 

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 from deltasync import Publisher, Replica
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import CorruptDataError, PublishLostError
+from deltasync.errors import CorruptDataError, PublishError
 from deltasync.kernels import native, reference
 from deltasync.ops import check
 from deltasync.ops.cli import main
@@ -129,7 +129,7 @@ def test_steps_that_do_not_lead_to_the_fingerprint_are_not_published(
         with monkeypatch.context() as patched:
             patched.setattr(native, "compare", wrong)
             lost = publisher.publish(states[1])
-            with pytest.raises(PublishLostError, match="decodes to other bits"):
+            with pytest.raises(PublishError, match="decodes to other bits"):
                 lost.wait(builders.PATIENCE_S)
         assert builders.publish(publisher, states[2]).kind == "anchor"
         assert builders.publish(publisher, states[3]).kind == "delta"
@@ -152,7 +152,7 @@ def test_a_failure_of_the_trainers_memory_is_found_and_full_weights_follow(
             weights = builders.trained(weights, seed)
             try:
                 kinds.append(builders.publish(publisher, weights).kind)
-            except PublishLostError:
+            except PublishError:
                 losses += 1
         (told,) = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
         assert "layer.weight" in told and "full weights" in told

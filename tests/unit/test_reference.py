@@ -20,9 +20,9 @@ from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     DeltaSyncError,
+    FormatError,
     MissingVersionError,
     ModelMismatchError,
-    UnsupportedFormatError,
 )
 from deltasync.following import Cursor, LiveWeights
 from deltasync.following.cursor import identify
@@ -280,7 +280,7 @@ def test_readers_that_do_not_know_references_refuse(
     with Publisher(memory_url, initial=base) as publisher:
         publisher.publish(weights().items()).wait(60)
     monkeypatch.setattr(documents, "FEATURES", frozenset())
-    with pytest.raises((UnsupportedFormatError, MissingVersionError), match="requires reference"):
+    with pytest.raises((FormatError, MissingVersionError), match="requires reference"):
         Replica(memory_url).sync()
 
 

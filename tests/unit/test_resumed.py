@@ -12,7 +12,7 @@ import torch
 
 from deltasync import Publisher, Replica, open_store
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import ConfigError, ResumeMismatchError
+from deltasync.errors import ChannelInUseError, ConfigError
 from deltasync.opening.resumed import versions_at
 from deltasync.stores.base import WrappedStore
 from tests import builders
@@ -60,7 +60,7 @@ def test_other_weights_are_named_and_not_published(channel_url: str, step: int, 
     total = sum(tensor.numel() for tensor in other.values())
     with Publisher(channel_url, resume=True) as publisher:
         for _ in range(2):  # again, too
-            with pytest.raises(ResumeMismatchError, match=f"step {step} as version {step + 1}") as caught:
+            with pytest.raises(ChannelInUseError, match=f"step {step} as version {step + 1}") as caught:
                 publisher.publish(iter(other.items()) if is_stream else other, step=step)
             assert caught.value.tensors == {name: 3}
             assert caught.value.changed_fraction == 3 / total
@@ -86,7 +86,7 @@ def test_a_step_may_have_several_versions(channel_url: str) -> None:
     for weights in (found[5], found[2]):
         with Publisher(channel_url, resume=True) as publisher:
             builders.publish(publisher, weights, step=2)
-    with Publisher(channel_url, resume=True) as publisher, pytest.raises(ResumeMismatchError):
+    with Publisher(channel_url, resume=True) as publisher, pytest.raises(ChannelInUseError):
         builders.publish(publisher, found[0], step=2)
 
 
@@ -118,7 +118,7 @@ def test_a_step_of_before_an_earlier_resume_is_found_by_a_few_requests(memory_ur
     assert store.asked < 120
     with (
         Publisher(store, resume=True) as publisher,
-        pytest.raises(ResumeMismatchError, match="step 60 as version 71"),
+        pytest.raises(ChannelInUseError, match="step 60 as version 71"),
     ):
         publisher.publish(found[0], step=60)
 
@@ -144,7 +144,7 @@ def test_where_that_version_cannot_be_read_the_tensors_are_unknown(channel_url: 
         builders.finish_maintenance(publisher)
     store.delete(*(file.key for file in first.record.anchor.files))
     with Publisher(channel_url, resume=True) as publisher:
-        with pytest.raises(ResumeMismatchError, match="which tensors differ is not known") as caught:
+        with pytest.raises(ChannelInUseError, match="which tensors differ is not known") as caught:
             publisher.publish(found[2], step=1)
         assert (caught.value.tensors, caught.value.changed_fraction) == ({}, None)
 

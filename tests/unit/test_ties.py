@@ -13,7 +13,7 @@ import torch
 from deltasync import open_store
 from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
-from deltasync.errors import TiedError
+from deltasync.errors import StageError
 from deltasync.serve import derived
 from deltasync.tensors.bits import bits_of
 from tests.channels import Made
@@ -156,7 +156,7 @@ def test_a_version_in_which_they_differ_is_refused_and_the_one_before_stays(
     server.take(1)
     for _ in range(2):
         with pytest.raises(
-            TiedError, match=f"{HEAD} and {EMBEDDINGS} are one tensor in the model, and differ in version 2"
+            StageError, match=f"{HEAD} and {EMBEDDINGS} are one tensor in the model, and differ in version 2"
         ):
             server.take(2)
         assert torch.equal(server.live(), weights[EMBEDDINGS])
@@ -174,6 +174,6 @@ def test_a_trainer_that_begins_with_another_head_is_refused_at_its_first_version
     channel.create(weights)
     channel.anchor(weights)
     server.open()
-    with pytest.raises(TiedError, match="differ in version 1"):
+    with pytest.raises(StageError, match="differ in version 1"):
         server.take(1)
     assert torch.equal(server.live(), trained()[EMBEDDINGS])

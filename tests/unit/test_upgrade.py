@@ -15,7 +15,7 @@ import torch
 
 from deltasync import Publisher, Replica, limits, open_store
 from deltasync.channel import documents, keys
-from deltasync.errors import UnsupportedFormatError
+from deltasync.errors import FormatError
 from tests.channels import Made
 from tests.conftest import assert_same_bits
 
@@ -64,7 +64,7 @@ def test_a_channel_that_a_reader_cannot_read_is_refused_by_name(
     _publish(memory_url, WEIGHTS)
     _rewrite(memory_url, lambda document: document.update({field: value}))
     for reads in (Replica(memory_url).sync, lambda: Publisher(memory_url, resume=True)):
-        with pytest.raises(UnsupportedFormatError) as caught:
+        with pytest.raises(FormatError) as caught:
             reads()
         assert said in str(caught.value)
 
@@ -78,7 +78,7 @@ def test_a_codec_that_a_reader_does_not_know_leaves_it_at_its_version(
     _publish(memory_url, _later(), codec="context")
     with monkeypatch.context() as older:
         older.setattr("deltasync.codec._codecs", lambda: {})
-        with pytest.raises(UnsupportedFormatError, match=r"Unknown codec 'context'.*Upgrade deltasync"):
+        with pytest.raises(FormatError, match=r"Unknown codec 'context'.*Upgrade deltasync"):
             replica.sync()
         assert replica.version == 1
         assert_same_bits(replica.state_dict(), WEIGHTS)
@@ -99,9 +99,7 @@ def test_a_feature_that_a_reader_does_not_know_is_refused_until_it_is_upgraded(
     )
     channel.head()
     replica = Replica(memory_url)
-    with pytest.raises(
-        UnsupportedFormatError, match=r"requires new, unknown to this version\. Upgrade deltasync"
-    ):
+    with pytest.raises(FormatError, match=r"requires new, unknown to this version\. Upgrade deltasync"):
         replica.sync()
     assert replica.version is None
     monkeypatch.setattr(documents, "FEATURES", documents.FEATURES | {"new"})

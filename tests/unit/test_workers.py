@@ -123,7 +123,7 @@ class Halves:
         assert called == "stage"
         lacks = not (self.keeps and self.came)
         first = (
-            {"error": {"kind": "ShareError", "message": "", "tensors": ["w"]}} if lacks else {"result": True}
+            {"error": {"kind": "StageError", "message": "", "tensors": ["w"]}} if lacks else {"result": True}
         )
         return [first, {"result": True}, {"result": True}]
 
