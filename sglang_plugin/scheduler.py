@@ -21,6 +21,7 @@ from deltasync.errors import redacted
 from deltasync.following import Follow
 from deltasync.serve import calls
 from deltasync.serve.engine import Answer, answer, is_safe, limit_threads, open_reader
+from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.routes import Routes
 from deltasync.serve.shard import Shard
 from deltasync.serve.shards import Client, ShardsTarget
@@ -65,7 +66,16 @@ class DeltaSyncScheduler(ModelEngine, Client):
 
         metrics = Metrics()
         target = ShardsTarget(self, reader, settings, metrics, logger)
-        follow = Follow(reader, target, settings, observer=metrics, prefetch=self._size == 1, log=logger)
+        beats = HeartbeatWriter(reader.store)
+        follow = Follow(
+            reader,
+            target,
+            settings,
+            observer=metrics,
+            prefetch=self._size == 1,
+            heartbeats=beats,
+            log=logger,
+        )
         if SOCKET in os.environ:  # there is an HTTP server, whose process asks this one
             calls.listen_in_thread(os.environ[SOCKET], Routes(follow).answer)
         logger.info("deltasync follows %s (%s) as %s", self.channel, follow.pin, settings.replica_id)

@@ -25,6 +25,7 @@ from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow
 from deltasync.serve.engine import open_reader
+from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.metrics import Metrics
 from deltasync.serve.shards import Client, ShardsTarget
 from deltasync.stores import Store
@@ -154,7 +155,8 @@ class Driver(Follow):
         self.live = LiveVersions()
         self.pauses = Pauses(engine, run, self.live, recomputes=recomputes)
         target = ShardsTarget(self.pauses, reader, settings, metrics)
-        super().__init__(reader, target, settings, observer=metrics, prefetch=False)
+        beats = HeartbeatWriter(reader.store)
+        super().__init__(reader, target, settings, observer=metrics, prefetch=False, heartbeats=beats)
 
     @property
     def caught_up(self) -> bool:

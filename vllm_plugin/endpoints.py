@@ -29,6 +29,7 @@ from fastapi.responses import HTMLResponse, Response
 from deltasync.errors import AckTimeoutError, DeltaSyncError, describe, printable, redacted
 from deltasync.following import Follow, Status
 from deltasync.serve.engine import open_reader
+from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.metrics import Metrics
 from deltasync.serve.requests import is_loopback, until_ready
 from deltasync.serve.routes import Routes, as_json
@@ -235,7 +236,10 @@ class DeltaSyncEndpoints(Routes):
 
                 reader = open_reader(self.settings)
                 target = AdapterTarget(engine, reader, self.settings, self._models, run)
-                follow = Follow(reader, target, self.settings, observer=self._metrics, log=logger)
+                beats = HeartbeatWriter(reader.store)
+                follow = Follow(
+                    reader, target, self.settings, observer=self._metrics, heartbeats=beats, log=logger
+                )
             else:
                 for name in SWITCHED if self._servers is not None else ():
                     delattr(engine, name)

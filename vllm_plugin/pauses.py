@@ -30,6 +30,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
 from deltasync.following import Follow
 from deltasync.serve.engine import Answer, around, is_safe, number_of, open_reader, parse, succeeded
+from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.metrics import Metrics, total
 from deltasync.serve.shards import Client, ShardsTarget
 from deltasync.stores.cache import CachedStore
@@ -73,7 +74,8 @@ def open_follow(client: Client, settings: ReplicaSettings, metrics: Metrics | No
     metrics = Metrics(CollectorRegistry()) if metrics is None else metrics
     target = ShardsTarget(client, reader, settings, metrics, logger)
     prefetch = isinstance(reader.store, CachedStore)  # workers only have the cache in common
-    return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, log=logger)
+    beats = HeartbeatWriter(reader.store)
+    return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, heartbeats=beats, log=logger)
 
 
 class OnLoop:

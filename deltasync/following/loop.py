@@ -42,11 +42,9 @@ from deltasync.errors import (
     printable,
 )
 from deltasync.following.cursor import Cursor, identify
-from deltasync.following.life import Life
 from deltasync.following.poll import Poll
-from deltasync.following.status import SHOWN, Commit, HeartbeatWriter, Status
-from deltasync.following.target import Observer, Target
-from deltasync.serve import heartbeat
+from deltasync.following.status import SHOWN, Commit, Status
+from deltasync.following.target import Heartbeats, Observer, Target
 from deltasync.stores.base import ObjectInfo
 from deltasync.threads import NO_THREADS, Home, daemon
 
@@ -62,7 +60,6 @@ STALE_S, STALE_POLLS = 60.0, 20
 ago.
 """
 
-_HEARTBEAT_S = 10.0  # longest wait between two heartbeats; each change also writes one
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
 _STEP_S = 60.0  # how long a caller waits for a step of another thread
 _STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
@@ -89,10 +86,10 @@ class Follow:
         *,
         observer: Observer | None = None,
         prefetch: bool = True,
-        heartbeats: bool = True,
+        heartbeats: Heartbeats | None = None,
         log: logging.Logger = logger,
     ) -> None:
-        self._home, self._life = Home("replica"), Life()
+        self._home = Home("replica")
         self.reader, self.target, self.settings = reader, target, settings
         self.cursor = Cursor(reader, settings.max_age_s, prefetch)
         self.commits: deque[Commit] = deque(maxlen=limits.HISTORY)
@@ -116,7 +113,7 @@ class Follow:
         self._thread: threading.Thread | None = None
         self._poll = Poll(settings.poll_interval_s)
         self._goes_around = False  # the last step failed by a chain that the next one avoids
-        self._heartbeats = HeartbeatWriter(reader.store, _HEARTBEAT_S, self._life) if heartbeats else None
+        self._heartbeats = heartbeats
 
     @property
     def identity(self) -> VersionId | None:
@@ -181,7 +178,7 @@ class Follow:
         to be.
         """
         stuck_s, longest_s = self.stuck_s, max(STALE_S, STALE_POLLS * self.settings.poll_interval_s)
-        if self.identity is None or self._state in ("sleeping", heartbeat.STOPPED) or stuck_s <= longest_s:
+        if self.identity is None or self._state in ("sleeping", "stopped") or stuck_s <= longest_s:
             return None
         return f"The channel could last be followed {stuck_s:.0f} s ago. {self._error or ''}".rstrip()
 
@@ -220,7 +217,7 @@ class Follow:
         identity, trusted = self.identity, self.reader.trusted
         return Status(
             replica_id=self.settings.replica_id,
-            boot=self._life.boot,
+            boot=None if self._heartbeats is None else self._heartbeats.boot,
             channel=self.reader.store.url,
             run_id=self.reader.run_id,
             state=self.state,
@@ -377,8 +374,8 @@ class Follow:
         self.target.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
-        self._state, self._error, self._good_s = heartbeat.STOPPED, None, math.inf  # never stale
-        if self._heartbeats is not None and (self._heartbeats.is_used or self.identity is not None):
+        self._state, self._error, self._good_s = "stopped", None, math.inf  # never stale
+        if self._heartbeats is not None:
             self._heartbeats.stop(self.status(0))
 
     def run(self) -> None:

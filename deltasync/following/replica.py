@@ -157,9 +157,7 @@ class Replica:
         if not isinstance(channel, ChannelReader):
             channel = ChannelReader(open_failover(channel), settings.trusted_keys)
         self._target = MemoryTarget(channel)
-        self._follow = Follow(
-            channel, self._target, ReplicaSettings(max_age_s=settings.max_age_s), heartbeats=False
-        )
+        self._follow = Follow(channel, self._target, ReplicaSettings(max_age_s=settings.max_age_s))
 
     def __repr__(self) -> str:
         return f"Replica({self._follow.reader.store.url!r}, version={self._follow.version})"

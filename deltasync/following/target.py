@@ -4,12 +4,13 @@ one.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from deltasync.channel.documents import VersionId
 from deltasync.channel.record import StoredRecord
-from deltasync.following.status import Commit
+from deltasync.following.status import Commit, Status
 
 Identify = Callable[[int], StoredRecord | None]
 """Returns the version of the channel whose model has this fingerprint (`live.model_fingerprint`); None if
@@ -111,4 +112,30 @@ class Observer(Protocol):
 
     def failed(self, error: BaseException) -> None:
         """A step failed. Called once for each failed request, not again while the same failure lasts."""
+        ...
+
+
+class Heartbeats(Protocol):
+    """Tells others about a replica while `Follow.run` follows (`serve.heartbeats.HeartbeatWriter`)."""
+
+    @property
+    def boot(self) -> str:
+        """Identifies this life of the replica. It may change."""
+        ...
+
+    def run(
+        self, status: Callable[[], Status], ended: threading.Event, renewed: Callable[[], object]
+    ) -> None:
+        """Tell the status now and then until `ended` is set, however long a step takes.
+
+        `renewed` is called after this process was suspended or restored, so that what it knows may be old.
+        """
+        ...
+
+    def update(self, status: Status) -> None:
+        """A step has ended, with this status."""
+        ...
+
+    def stop(self, status: Status) -> None:
+        """The replica stops. Returns after a bounded time."""
         ...

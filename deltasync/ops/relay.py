@@ -51,7 +51,7 @@ class Relay:
         self._shortcuts: set[str] = set()  # keys of the shortcuts that the stores have
         self._refresh_due_s = 0.0
         settings = ReplicaSettings.from_env(pin="newest")
-        self.follow = Follow(source, self, settings, observer=observer, prefetch=False, heartbeats=False)
+        self.follow = Follow(source, self, settings, observer=observer, prefetch=False)
 
     def step(self, known: ObjectInfo | None = None) -> Copied | None:
         """Copy new objects, and return their sum over all targets; None if nothing was new.

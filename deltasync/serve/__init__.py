@@ -35,6 +35,7 @@ __all__ = [
     "follow",
     "gated_calls",
     "heartbeat",
+    "heartbeats",
     "load_plan",
     "metrics",
     "proof",

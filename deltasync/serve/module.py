@@ -35,6 +35,7 @@ from deltasync.following.status import Commit, Status
 from deltasync.following.target import Identify
 from deltasync.following.weights import StagedVersion
 from deltasync.serve.gate import Gate, GatedTarget, Mapped, Names, Part, check_memory, plain_name, reclassed
+from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.kept import Kept
 from deltasync.stores import Store
 
@@ -571,7 +572,7 @@ def follow(
     reader = ChannelReader(open_failover(channel), chosen.trusted_keys)
     target = make(module, reader, named, gate)
     target.audit_s = chosen.audit_s
-    following = Follow(reader, target, chosen)
+    following = Follow(reader, target, chosen, heartbeats=HeartbeatWriter(reader.store))
     gated.enter_context(gating(module, gate))
     return ModuleReplica(following, gate, gated, background)
 

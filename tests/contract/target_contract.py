@@ -19,6 +19,7 @@ from deltasync.config import ReplicaSettings, parse_pin
 from deltasync.errors import ApplyError, CommitError, DeltaSyncError, MissingVersionError, RunMismatchError
 from deltasync.following import Follow, Target
 from deltasync.serve import heartbeat
+from deltasync.serve.heartbeats import HeartbeatWriter
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore, flipped
 from tests.waiting import wait_until
@@ -59,7 +60,8 @@ class Bench(abc.ABC):
         settings = ReplicaSettings(
             replica_id="bench", poll_interval_s=0.02, adapter="policy", channel=self.store.url
         )
-        return Follow(self.reader, self.target(settings), settings, prefetch=False)
+        self.beats = HeartbeatWriter(self.store)
+        return Follow(self.reader, self.target(settings), settings, prefetch=False, heartbeats=self.beats)
 
     @abc.abstractmethod
     def target(self, settings: ReplicaSettings) -> Target: ...
@@ -196,7 +198,7 @@ class TargetContract:
             time.sleep(0.01)
         assert bench.follow.version == 2
         if what == "deleted":
-            bench.follow._heartbeats.update(bench.follow.status(0))  # type: ignore[union-attr]
+            bench.beats.update(bench.follow.status(0))
             bench.follow.stop()
             assert list(inner.list("")) == []
 
@@ -204,9 +206,8 @@ class TargetContract:
         monkeypatch.setattr("deltasync.following.loop.STALE_S", 0.3)
         monkeypatch.setattr("deltasync.following.loop.STALE_POLLS", 0)
         monkeypatch.setattr("deltasync.following.loop._STOP_S", 0.3)
-        monkeypatch.setattr("deltasync.following.status._TICK_S", 0.01)
-        if bench.follow._heartbeats is not None:
-            bench.follow._heartbeats._interval_s = 0.05
+        monkeypatch.setattr("deltasync.serve.heartbeats._TICK_S", 0.01)
+        bench.beats._interval_s = 0.05
         bench.publish()
         bench.follow.start()
         bench.follow.wait(1)
@@ -214,7 +215,7 @@ class TargetContract:
         wait_until(lambda: bench.follow.state == "stale")
         assert bench.follow.not_ready is None and "could last be followed" in (bench.follow.error or "")
         run_id = bench.publisher.run_id
-        if bench.follow._heartbeats is not None and run_id is not None:  # which go on, and say it
+        if run_id is not None:  # which go on, and say it
             wait_until(
                 lambda: [beat.state for beat in heartbeat.read_all(bench.store.inner, run_id)] == ["stale"]
             )

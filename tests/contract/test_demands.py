@@ -63,7 +63,7 @@ async def reply(body: dict[str, Any], computed: Callable[[], float], asked: Aske
 def following_routes(url: str, attach: Callable[[FastAPI, Follow], None]) -> Iterator[FastAPI]:
     """The application of an engine, with a loop in this process."""
     reader = ChannelReader(open_store(url))
-    follow = Follow(reader, MemoryTarget(reader), ReplicaSettings(poll_interval_s=0.02), heartbeats=False)
+    follow = Follow(reader, MemoryTarget(reader), ReplicaSettings(poll_interval_s=0.02))
     app = FastAPI()
     attach(app, follow)
     app.post("/v1/completions")(lambda: {})

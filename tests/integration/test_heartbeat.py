@@ -14,10 +14,11 @@ from huggingface_hub.utils import get_session
 
 from deltasync.channel.documents import sha256_hex
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
-from deltasync.following.life import Life
-from deltasync.following.status import HeartbeatWriter, Status
+from deltasync.following.status import Status
 from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat
+from deltasync.serve.heartbeats import HeartbeatWriter
+from deltasync.serve.life import Life
 from deltasync.stores import Store, open_store
 from tests.answers import Answers, Asked
 from tests.faults import FaultyStore
@@ -465,7 +466,7 @@ def told(store: Store, boot: str, version: int, state: str = "serving", pin: str
 def test_two_replicas_of_one_name_are_two_and_both_say_so(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deltasync.following.status._LOOK_S", 0.0)
+    monkeypatch.setattr("deltasync.serve.heartbeats._LOOK_S", 0.0)
     store.put("channel.json", b"{}")
     writers = {boot: HeartbeatWriter(store, 10.0, Life(boot)) for boot in ("0000000a", "0000000b")}
     names = {boot: f"localhost-1 (boot {boot})" for boot in writers}
@@ -509,7 +510,7 @@ def test_two_replicas_of_one_name_are_two_and_both_say_so(
 def test_a_replica_that_starts_again_is_one_and_does_not_warn(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("deltasync.following.status._LOOK_S", 0.0)
+    monkeypatch.setattr("deltasync.serve.heartbeats._LOOK_S", 0.0)
     assert isinstance(store, FaultyStore)
     store.put("channel.json", b"{}")
     for start, boot in enumerate(("0000000a", "0000000b", "0000000c")):
@@ -603,12 +604,12 @@ def test_a_put_of_its_own_that_takes_effect_late_is_no_copy(store: Store) -> Non
 def test_a_life_ends_where_a_process_is_copied_suspended_or_restored(
     monkeypatch: pytest.MonkeyPatch, place: tuple[object, ...], clocks: tuple[float, float], is_new: bool
 ) -> None:
-    monkeypatch.setattr("deltasync.following.life._place", lambda: (1, "a", "boot", 7))
-    monkeypatch.setattr("deltasync.following.life._clocks", lambda: (0.0, 1e9))
+    monkeypatch.setattr("deltasync.serve.life._place", lambda: (1, "a", "boot", 7))
+    monkeypatch.setattr("deltasync.serve.life._clocks", lambda: (0.0, 1e9))
     life = Life()
     first = life.boot
-    monkeypatch.setattr("deltasync.following.life._place", lambda: place)
-    monkeypatch.setattr("deltasync.following.life._clocks", lambda: clocks)
+    monkeypatch.setattr("deltasync.serve.life._place", lambda: place)
+    monkeypatch.setattr("deltasync.serve.life._clocks", lambda: clocks)
     assert life.check() is is_new and (life.boot != first) is is_new
     assert not life.check()  # until it happens again
 

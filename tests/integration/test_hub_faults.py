@@ -21,9 +21,10 @@ from deltasync.channel import keys
 from deltasync.clouds.hub import HubStore
 from deltasync.errors import DeltaSyncError, NotPublishedError, TransientStoreError
 from deltasync.following import Poll
-from deltasync.following.life import Life
-from deltasync.following.status import HeartbeatWriter, Status
+from deltasync.following.status import Status
 from deltasync.serve import heartbeat
+from deltasync.serve.heartbeats import HeartbeatWriter
+from deltasync.serve.life import Life
 from tests.builders import in_parts
 from tests.conftest import assert_same_bits
 from tests.contract import test_hub_watch

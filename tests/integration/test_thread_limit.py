@@ -21,7 +21,7 @@ from deltasync.stores import local, object
 
 store = open_store(sys.argv[1])
 reader = ChannelReader(open_store("file:///nowhere/at/all"))
-follow = Follow(reader, MemoryTarget(reader), ReplicaSettings(), heartbeats=False)
+follow = Follow(reader, MemoryTarget(reader), ReplicaSettings())
 os.setresuid(65533, 65533, 65533)  # root has no such limit
 resource.setrlimit(resource.RLIMIT_NPROC, (1, 4096))
 for call, kind in ((lambda: store.put("a", b"1"), errors.TransientStoreError), (follow.start, errors.StageError)):

@@ -339,14 +339,14 @@ MUTANTS = {
         at_night=True,
     ),
     "a copy writes over its original's heartbeat": Mutant(
-        "deltasync.following.status",
+        "deltasync.serve.heartbeats",
         "if there in self._own:",
         "if True:",
         "mild acks follower0 copies copy",
         at_night=True,
     ),
     "a copied boot is not renewed": Mutant(
-        "deltasync.following.life",
+        "deltasync.serve.life",
         "self.boot = secrets.token_hex(4)\n        while self.boot in self.past:",
         "while False:",
         "slow follower0 copies copy",
@@ -365,7 +365,7 @@ MUTANTS = {
         "restore",
     ),
     "heartbeats stop while a version is staged": Mutant(
-        "deltasync.following.status",
+        "deltasync.serve.heartbeats",
         "while not ended.wait(_TICK_S):",
         "while False:",
         "slow follower0",

@@ -137,7 +137,7 @@ def test_before_the_first_version_nothing_is_missing(store: Store) -> None:
 
 def test_a_replica_says_that_its_channel_is_gone(store: Store) -> None:
     reader = ChannelReader(store)
-    follow = Follow(reader, MemoryTarget(reader), ReplicaSettings(), heartbeats=False)
+    follow = Follow(reader, MemoryTarget(reader), ReplicaSettings())
     assert follow.catch_up() == 4
     delete_all(store)
     follow.poke()

@@ -23,6 +23,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError
 from deltasync.following import Follow, MemoryTarget
 from deltasync.serve import calls, heartbeat
+from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.routes import Routes
 from deltasync.serve.wanted import Wanted, demanded
 from tests.faults import FaultyStore
@@ -39,7 +40,7 @@ def store(memory_url: str) -> FaultyStore:
 @pytest.fixture
 def loop(store: FaultyStore, memory_url: str) -> Iterator[tuple[Publisher, Follow]]:
     reader = ChannelReader(store)
-    follow = Follow(reader, Target(reader), ReplicaSettings(poll_interval_s=0.02), heartbeats=False)
+    follow = Follow(reader, Target(reader), ReplicaSettings(poll_interval_s=0.02))
     with Publisher(memory_url) as publisher:
         follow.start()
         yield publisher, follow
@@ -315,11 +316,12 @@ class Slow(Target):
 def test_heartbeats_go_on_while_a_version_is_staged(
     store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.following.status._TICK_S", 0.01)
-    monkeypatch.setattr("deltasync.following.loop._HEARTBEAT_S", 0.02)
+    monkeypatch.setattr("deltasync.serve.heartbeats._TICK_S", 0.01)
     reader = ChannelReader(store)
     target = Slow(reader)
-    follow = Follow(reader, target, ReplicaSettings(poll_interval_s=0.02, replica_id="slow"))
+    beats = HeartbeatWriter(store, 0.02)
+    settings = ReplicaSettings(poll_interval_s=0.02, replica_id="slow")
+    follow = Follow(reader, target, settings, heartbeats=beats)
     with Publisher(memory_url) as publisher:
         publisher.publish({"w": torch.zeros(9)}.items()).wait(60)
         follow.start()

@@ -128,7 +128,7 @@ def follow(
     target = MemoryTarget(reader)
     printer = _Printer(target, timeout_s, as_json)
     settings = ReplicaSettings.from_env(pin=pin)
-    following = Follow(reader, target, settings, observer=printer, heartbeats=False)
+    following = Follow(reader, target, settings, observer=printer)
     target.joining = True
     try:
         with_bars(following.catch_up)
