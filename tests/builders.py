@@ -83,7 +83,7 @@ class Compared:
 
 def finish_maintenance(publisher: Publisher) -> None:
     """Wait until the anchor or the compacted delta that follows a version is stored."""
-    publisher._uploader.compactor._workers.submit(int).result(PATIENCE_S)  # type: ignore[union-attr]
+    publisher._uploader.maintenance._workers.submit(int).result(PATIENCE_S)  # type: ignore[union-attr]
 
 
 def wait_for_head(log: Log) -> None:

@@ -90,9 +90,8 @@ class StepCheck:
         def count() -> dict[str, int]:
             known: Mapping[str, np.ndarray] = shadow.bits
             if not is_shadow:
-                known = replayed(
-                    self._reader, shadow.ranges, plan.find_chain(self._reader, None, version), []
-                )[0]
+                chain = plan.find_chain(self._reader, None, version)
+                known = replayed(self._reader, shadow.ranges, chain, [])
             now, delta = shadow.bits, host_delta(shadow.layout, found.pieces)
             counts = dict[str, int]()
             for name, held_N in now.items():

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,9 +34,9 @@ from deltasync.opening.acquire import open_channel
 from deltasync.opening.checkpoint import Checkpoint
 from deltasync.opening.owner import check_resume, owner_of
 from deltasync.opening.ranges import Piece
-from deltasync.ops.compactor import Steps
 from deltasync.publish.detect import Difference, copied
 from deltasync.publish.log import Log
+from deltasync.publish.maintenance import Maintenance
 from deltasync.publish.shadow import Shadow
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
@@ -217,13 +217,14 @@ class Start:
         state: The state of the channel.
         initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it
             is.
+        maintenance: Takes the deltas that lead to the version that is resumed.
 
     Attributes:
         channel: The channel's description, once a stream was compared.
         source: Reads the streams.
         shadow: The bits of this rank's ranges: those of the version that is resumed, or of the reference, or
             of the stream.
-        steps: The steps to that version, None if none is resumed.
+        is_resumed: Whether they are those of the version that is resumed.
         reference: The reference to the checkpoint that the first version is, if it is one.
 
     Raises:
@@ -231,20 +232,25 @@ class Start:
     """
 
     def __init__(
-        self, ranks: Ranks, reader: ChannelReader, state: ChannelState, initial: str | Path | None
+        self,
+        ranks: Ranks,
+        reader: ChannelReader,
+        state: ChannelState,
+        initial: str | Path | None,
+        maintenance: Maintenance,
     ) -> None:
         self.channel = state.channel
         self.source = Source(
             ranks, state.settings.dtype, None if state.channel is None else state.channel.specs
         )
         self.shadow: Shadow | None = None
-        self.steps: Steps | None = None
+        self.is_resumed = False
         self.reference: Reference | None = None
         self.initial: Checkpoint | None = None
         if initial is not None and not state.number:
             reference = ranks.first(lambda: checkpoint.find(initial), Reference)
             self.initial = ranks.all(lambda: checkpoint.load(reference))
-        self._ranks, self._reader, self._state = ranks, reader, state
+        self._ranks, self._reader, self._state, self._maintenance = ranks, reader, state, maintenance
         self._resumes = bool(state.chain)
 
     def compare(self, named_tensors: Stream, *, may_refer: bool) -> Difference:
@@ -256,7 +262,7 @@ class Start:
             ModelMismatchError, ConfigError: at all ranks; nothing was set.
         """
         ranks, source, place = self._ranks, self.source, self._state.settings.shadow
-        self.steps = self.reference = None
+        self.is_resumed, self.reference = False, None
         parts = source.first(named_tensors)
         specs, ranges = source.specs, source.held[ranks.rank]
         if self.channel is None and ranks.rank == 0 and all(name.startswith("module.") for name in specs):
@@ -283,25 +289,24 @@ class Start:
         return found
 
     def resumed(self, ranges: Mapping[str, Range]) -> Shadow | None:
-        """Read these ranges of the version to resume, once; set `shadow` and `steps`. Return the shadow, or
-        None if there is no such version, or if it cannot be read.
+        """Read these ranges of the version to resume, once; set `shadow` and `is_resumed`. Return the
+        shadow, or None if there is no such version, or if it cannot be read.
         """
         if not self._resumes:
             return None
         self._resumes, state = False, self._state
         found, problem = attempt(lambda: self._read(ranges))
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
-        added = 0 if found is None else found[0].fingerprints.total
+        added = 0 if found is None else found.fingerprints.total
         damaged, total = self._ranks.agree(None if damage else problem, damage is not None, added)
         if damaged or fingerprint.to_hex(total) != state.chain[-1].record.fingerprint:
             why = damage or "on another rank, or its bits do not have its fingerprint."
             logger.warning("Version %s cannot be read: %s The next version has full weights.", state.end, why)
             return None
-        assert found is not None
-        self.shadow, self.steps = found
-        return self.shadow
+        self.shadow, self.is_resumed = found, True
+        return found
 
-    def _read(self, ranges: Mapping[str, Range]) -> tuple[Shadow, Steps]:
+    def _read(self, ranges: Mapping[str, Range]) -> Shadow:
         """Read the newest version, around objects that cannot be read. The caller checks the fingerprint over
         all ranks.
         """
@@ -309,8 +314,9 @@ class Start:
         while True:
             read: list[StoredRecord] = []
             try:
-                bits, steps = replayed(self._reader, ranges, chain, read)
-                return Shadow(self._reader.specs, ranges, bits, self._state.settings.shadow), steps
+                note = self._maintenance.replay(self._reader.layout, ranges, chain[0].record.version)
+                bits = replayed(self._reader, ranges, chain, read, note)
+                return Shadow(self._reader.specs, ranges, bits, self._state.settings.shadow)
             except (FormatError, ChainError, ApplyError) as error:
                 if not read or len(avoid) == _DETOURS:
                     raise
@@ -324,11 +330,11 @@ def replayed(
     ranges: Mapping[str, Range],
     chain: Sequence[StoredRecord],
     read: list[StoredRecord],
-) -> tuple[dict[str, np.ndarray], Steps]:
-    """Return the bits of these ranges that a chain leads to, and the steps from the full weights of its first
-    record.
+    note: Callable[[Delta], None] | None = None,
+) -> dict[str, np.ndarray]:
+    """Return the bits of these ranges that a chain leads to.
 
-    Appends each record to `read` before it is read.
+    Appends each record to `read` before it is read. `note` is called with each delta, of these ranges only.
 
     Raises:
         StoreError, ChainError, FormatError, ApplyError: the last one cannot be read.
@@ -338,7 +344,6 @@ def replayed(
     segments = {name: [Segment(signed_view(held), (1,), ranges[name][0])] for name, held in bits.items()}
     live = LiveMemory(specs, segments)
     is_whole = all(ranges[name] == (0, spec.element_count) for name, spec in specs.items())
-    steps = Steps(reader.layout, ranges, chain[0].record.version)
 
     def old(name: str) -> Bits:
         if name not in bits:
@@ -354,10 +359,11 @@ def replayed(
         else:
             changed = payloads.delta(reader, stored, old, live.wanted)
             live.commit(live.stage(changed))
-            steps.add(changed.delta if is_whole else _inside(changed.delta, ranges))
+            if note is not None:
+                note(changed.delta if is_whole else _inside(changed.delta, ranges))
         if is_whole and fingerprint.to_hex(model_fingerprint(live.fingerprints)) != stored.record.fingerprint:
             raise CorruptDataError(f"{stored.key} leads to other bits than it names.")
-    return bits, steps
+    return bits
 
 
 def _inside(delta: Delta, ranges: Mapping[str, Range]) -> Delta:

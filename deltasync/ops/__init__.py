@@ -1,5 +1,5 @@
 """Maintain a channel: `gc`, `check` and `repair`, `copy`, `Relay`, `export`, `write_compaction`; and what a
-trainer adds beside its versions (`compactor`). The command line and the dashboard are rooms in this one.
+trainer adds beside its versions (`compactor`, `steps`, `watch`). The command line and the dashboard are rooms in this one.
 
 Each function has a `ChannelReader` as its first argument and reports its progress (`reporting`). The names
 are imported on first use, so that functions that only read documents do not need torch.

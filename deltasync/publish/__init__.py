@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 _HOME = {"Publisher": "publisher", "Receipt": "pending"}
 
-__all__ = ["Publisher", "Receipt", "detect", "encode", "log", "pending", "shadow"]
+__all__ = ["Publisher", "Receipt", "anchor", "detect", "encode", "log", "maintenance", "pending", "shadow"]
 
 
 def __getattr__(name: str) -> Any:

@@ -38,7 +38,7 @@ from deltasync.opening.start import (
     prove_writes,
     warn_of_growth,
 )
-from deltasync.ops.compactor import Compactor
+from deltasync.ops.compactor import maintains
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.pending import Pending, Receipt, host_delta
@@ -154,25 +154,23 @@ class Publisher:
         self._is_interrupted = self._is_torn = self._starts_over = False
         self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
         self._serial, self._closed = 0, False
-        self._start = Start(self._ranks, reader, state, initial)
+        maintenance = maintains(
+            *(reader, self._log, retention, files, state.chain),
+            *(self.settings.anchor_every, self._ranks),
+        )
+        self._start = Start(self._ranks, reader, state, initial, maintenance)
         self._check_step = StepCheck(self._ranks, reader, self._log)
         # whether the next publish is the first of a resumed run
         self._resumes = bool(state.number) and resume != OVERWRITE
         self._uploader: UploadQueue | PartQueue
         if self._log is not None:
-            compactor = Compactor(
-                *(reader, self._log, retention, files, state.chain),
-                *(self.settings.anchor_every, self._ranks if self._ranks.size > 1 else None),
-            )
-            self._uploader = UploadQueue(self._log, compactor, self.settings, self._ranks)
+            self._uploader = UploadQueue(self._log, maintenance, self.settings, self._ranks, files)
         else:
-            self._uploader = PartQueue(
-                self.store, self.settings, self._ranks, compacts=retention.compact_every != 0
-            )
+            self._uploader = PartQueue(self.store, self.settings, self._ranks, maintenance)
         if state.channel is not None and self._ranks.size == 1:
             self._shadow = self._start.resumed(self._start.source.held[0])
-            if self._start.steps is not None:
-                self._uploader.resume(self._start.steps)
+            if self._start.is_resumed:
+                self._uploader.resume()
 
     @property
     def run_id(self) -> str | None:
@@ -419,7 +417,7 @@ class Publisher:
         assert isinstance(uploader, UploadQueue)
         number, full = uploader.base(joins=not self._starts_over)
         full = full or self._starts_over
-        collects = self._ranks.size > 1 and (full or uploader.compactor.is_due(number))
+        collects = self._ranks.size > 1 and (full or uploader.maintenance.is_due(number))
         return number, full, collects, uploader.joined is not None
 
     def _begin(self, named_tensors: Stream) -> Difference:
@@ -427,9 +425,9 @@ class Publisher:
         start, may_refer = self._start, self._shadow is not None or self._version == 0
         self._shadow = None
         found = start.compare(named_tensors, may_refer=may_refer)
-        if start.steps is not None:
-            self._uploader.resume(start.steps)
-        self._shadow, self._agreed, self._is_new = start.shadow, None, start.steps is None
+        if start.is_resumed:
+            self._uploader.resume()
+        self._shadow, self._agreed, self._is_new = start.shadow, None, not start.is_resumed
         return found
 
     def _jobs(self, version: int, found: Difference, *, full: bool, collects: bool) -> list[Pending]:

@@ -7,18 +7,20 @@ its log, and stores the rank's parts of a version, and of a compaction, once the
 
 from __future__ import annotations
 
+import functools
 import re
 import threading
 import time
+from collections.abc import Mapping
 from concurrent.futures import Future
 
+from deltasync import limits
 from deltasync.channel import documents, keys
 from deltasync.channel.documents import Anchor, Delta, File
 from deltasync.channel.record import StoredRecord
 from deltasync.config import PublisherSettings
 from deltasync.ending import finish_at_exit
 from deltasync.errors import (
-    ChainError,
     DeltaSyncError,
     FencedError,
     PublishError,
@@ -26,14 +28,15 @@ from deltasync.errors import (
     error_of,
     get_logger,
 )
-from deltasync.ops.compactor import Compactor, Steps
+from deltasync.publish.anchor import store_anchor
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.log import Log, put_file
+from deltasync.publish.maintenance import Maintenance
 from deltasync.publish.pending import Pending
 from deltasync.publish.shadow import Weights
 from deltasync.stores import Store
 from deltasync.threads import Workers, daemon, let_go
-from deltasync.trainer.ranks import Ranks, attempt
+from deltasync.trainer.ranks import Ranks
 
 logger = get_logger(__name__)
 
@@ -56,15 +59,23 @@ class UploadQueue:
     Attributes:
         full: Whether the next version needs full weights, because there is no base whose bits are known.
         joined: Of the waiting jobs, that which a publish joins.
-        compactor: Compactions, anchors and garbage collection.
+        maintenance: Compactions, anchors and garbage collection.
     """
 
-    def __init__(self, log: Log, compactor: Compactor, settings: PublisherSettings, ranks: Ranks) -> None:
+    def __init__(
+        self,
+        log: Log,
+        maintenance: Maintenance,
+        settings: PublisherSettings,
+        ranks: Ranks,
+        model_files: Mapping[str, bytes],
+    ) -> None:
         self.full = True
         self.joined: Pending | None = None
         self.settings = settings
         self._log = log
-        self.compactor = compactor
+        self.maintenance = maintenance
+        self._model_files = model_files
         self._ranks = ranks if ranks.size > 1 else None  # of a sharded trainer
         self._encoder = GroupEncoder(settings.codec)
         self._lock = threading.RLock()
@@ -147,22 +158,19 @@ class UploadQueue:
         """Open connections again that have been idle, so that no record waits for that."""
         if time.monotonic() - self._used_s > _IDLE_S:
             self._used_s = time.monotonic()
-            self._puts.submit(self.compactor.reader.head)
+            self._puts.submit(self._log.store.read, keys.HEAD, limits.SMALL_BYTES)
 
-    def resume(self, steps: Steps) -> None:
-        """Build the next version on the newest one, whose bits are known, as are the steps that lead to
-        it.
-        """
+    def resume(self) -> None:
+        """Build the next version on the newest one, whose bits are known."""
         self.full = False
-        self.compactor.resume(steps)
 
     def close(self) -> None:
-        """Finish what was submitted, and the work of the compactor and the log. Ctrl-C ends waits for a
+        """Finish what was submitted, the maintenance, and the work of the log. Ctrl-C ends waits for a
         retry.
         """
         self.unpause()
         try:
-            for part in (self._worker, self._puts, self.compactor, self._log):
+            for part in (self._worker, self._puts, self.maintenance, self._log):
                 part.close()
         except BaseException:
             self._log.stop.set()
@@ -182,14 +190,14 @@ class UploadQueue:
         while self._paused not in (None, here) and time.monotonic() - began_s < _ENDING_S:
             time.sleep(0.01)  # another thread is about to submit a version
         self.unpause()
-        parts = (self._worker, self._puts, self.compactor, self._log)
+        parts = (self._worker, self._puts, self.maintenance, self._log)
         moved_s = time.monotonic()
         while any(part.busy for part in parts) and time.monotonic() - moved_s < EXIT_S:
             moved_s = max(moved_s, self._moved_s())
             time.sleep(0.01)
         with self._lock:
             lost = self._running or (self._waiting[0] if self._waiting else None)
-        self.compactor.look_at_end()
+        self.maintenance.look_at_end()
         if any(part.busy for part in parts):
             self._log.stop.set()
             if self._ranks is not None:
@@ -253,18 +261,18 @@ class UploadQueue:
         except Exception as error:  # noqa: BLE001 - likewise
             if isinstance(problem, PublishPendingError) and self._ranks is None:
                 self._keep(job, problem)
-                self.compactor.not_published()
+                self.maintenance.not_published()
                 return False
             self._fail(job, error)
             if not isinstance(error, FencedError):
-                self.compactor.not_published()
+                self.maintenance.not_published()
         else:
             logger.info(
                 "published version=%d kind=%s digest=%.12s upload_s=%.3f",
                 *(job.version, job.kind, stored.sha256, time.perf_counter() - started),
             )
             self._end(job, None, stored.sha256)
-            self.compactor.published(job.version)
+            self.maintenance.published(job.version)
         return True
 
     def _end(self, job: Pending, error: Exception | None, digest: str = "") -> None:
@@ -307,7 +315,7 @@ class UploadQueue:
                 lost = self._drop_waiting()
         elif pending is not None and pending.version.version == version:
             self.full = job.collected = False  # its weights are given up
-            self.compactor.stored(pending, job)
+            self.maintenance.stored(job, pending, is_visible=False)
             if not isinstance(error, PublishError):
                 error = PublishPendingError(
                     f"Version {version} is not visible yet; the next publish puts it again. {error}"
@@ -351,19 +359,14 @@ class UploadQueue:
         Raises:
             FencedError, PublishPendingError, StoreError, ConfigError, CorruptDataError: as `Log.append`.
         """
-        log, compactor = self._log, self.compactor
+        log = self._log
         folder = keys.parts_folder(job.version, log.epoch, log.attempt(job.version))
-        wanted = "anchor" if job.collected else compactor.wanted(job.version, job.shadow.layout.nbytes)
+        base = self.maintenance.plan(job, functools.partial(log.put_file, folder))
         if self._ranks is not None:
-            base = compactor.base if wanted == "compaction" else None
-            self._ranks.say(
-                serial=job.serial, folder=folder, base=None if base is None else base.record.version
-            )
+            self._ranks.say(serial=job.serial, folder=folder, base=base)
         stored, inline, size = self._encoder.encode(
             job, lambda number, data: self._puts.submit(log.put_file, folder, keys.part(0, number), data)
         )
-        if wanted == "anchor":
-            job.weights = job.weights or Weights.of(job.shadow)
         job.released.set()
         answers = [] if self._ranks is None else self._ranks.answers("part", job.serial, list[File])
         others = [file for files in answers for file in files]
@@ -372,13 +375,8 @@ class UploadQueue:
         job.end_encoding(payload_bytes)
         delta = Delta(codec=self.settings.codec, changed=job.changed, parts=parts)
         record = log.append(job.record(log.run_id, log.epoch, delta=delta), inline)
-        self.full, job.collected = False, job.weights is not None
-        compactor.stored(record, job)
-        if job.weights is not None:
-            weights, job.weights = job.weights, None
-            compactor.announce(record, weights)
-        elif wanted == "compaction":
-            compactor.compact(record, folder, job)
+        self.full = False
+        self.maintenance.stored(job, record)
         return record
 
     def _store_full(self, job: Pending) -> StoredRecord:
@@ -395,19 +393,21 @@ class UploadQueue:
         anchor = (
             Anchor(reference=job.reference)
             if job.weights is None
-            else self.compactor.store(job.weights, job.version)
+            else store_anchor(log, job.weights, job.version, self._model_files)
         )
         stored = log.append(job.record(log.run_id, log.epoch, anchor=anchor, requires=requires), None)
         self.full = False
-        self.compactor.stored(stored, job)
+        self.maintenance.stored(job, stored)
         return stored
 
 
 class PartQueue:
     """As `UploadQueue`, for the parts of a rank that is not the first one."""
 
-    def __init__(self, store: Store, settings: PublisherSettings, ranks: Ranks, *, compacts: bool) -> None:
-        self._store, self._compacts = store, compacts
+    def __init__(
+        self, store: Store, settings: PublisherSettings, ranks: Ranks, maintenance: Maintenance
+    ) -> None:
+        self._store, self._maintenance = store, maintenance
         self.joined: Pending | None = None
         self.settings = settings
         self._ranks = ranks
@@ -416,9 +416,6 @@ class PartQueue:
         self._changed = threading.Condition()
         self._closing = False
         self._puts = Workers(PUTS, "upload")
-        self._steps: Steps | None = None
-        self._compaction: tuple[int, str] | None = None  # of the running job: base and folder
-        self._compactions = Workers(1, "maintenance")
         self._moved_s = time.monotonic()
         # A daemon, since nothing would end it if the first rank died.
         self._thread = daemon("upload", self._run)
@@ -430,7 +427,7 @@ class PartQueue:
     def pause(self) -> None:
         """Do nothing: the first rank decides which jobs begin."""
 
-    warm_up = unpause = let_go = pause
+    warm_up = unpause = let_go = resume = pause
 
     def join(self) -> None:
         """Set the newest job as that which the first rank joins."""
@@ -452,12 +449,6 @@ class PartQueue:
             )
             self.joined = None
 
-    def resume(self, steps: Steps) -> None:
-        """Note the steps that lead to the newest version; the first rank decides what the next version builds
-        on.
-        """
-        self._steps = steps
-
     def submit(self, *jobs: Pending) -> None:
         """Upload this rank's parts of jobs when the first rank begins them."""
         for job in jobs:
@@ -474,7 +465,7 @@ class PartQueue:
             self._changed.notify_all()
         self._thread.join()
         self._puts.close()
-        self._compactions.close()
+        self._maintenance.close()
 
     def leave(self) -> None:
         """As `UploadQueue.leave`."""
@@ -500,7 +491,7 @@ class PartQueue:
 
     @property
     def _is_busy(self) -> bool:
-        return self._thread.is_alive() or self._puts.busy or self._compactions.busy
+        return self._thread.is_alive() or self._puts.busy or self._maintenance.busy
 
     def _run(self) -> None:
         while True:
@@ -526,15 +517,14 @@ class PartQueue:
         problem = None
 
         def store(number: int, data: bytes) -> Future[File]:
-            key = f"{folder}/{keys.part(self._ranks.rank, number)}"
-            return self._puts.submit(self._put, key, data)
+            return self._puts.submit(self._put, folder, keys.part(self._ranks.rank, number), data)
 
         try:
             job = self._submitted(serial)
             if job is None:
                 raise PublishError("This rank has given the version up.")
             stored, _, _ = self._encoder.encode(job, store, inline=False)
-            self._compaction = None if base is None else (base, folder)
+            self._maintenance.plan(job, functools.partial(self._put, folder), base)
             job.released.set()
             files = [future.result() for future in stored]
         except Exception as error:  # noqa: BLE001 - whatever it is, the first rank must hear of it
@@ -546,45 +536,20 @@ class PartQueue:
         job = self._submitted(serial)
         with self._changed:
             self._pending.pop(serial, None)
-        compacts, self._compaction = self._compaction, None
         if job is None:
             logger.error("This rank had given up a version that has ended: %s", error or digest)
         elif error is None:
-            self._stored(job, *(compacts or (None, "")))
+            self._maintenance.stored(job, None)
             job.succeed(digest, payload_bytes)
         else:
             problem = error_of(*error, PublishError)
             if isinstance(problem, PublishPendingError):  # the next version builds on it all the same
-                self._stored(job, None, "")
+                self._maintenance.stored(job, None, is_visible=False)
             job.fail(problem)
         self._ranks.answer("seen", serial, None)
 
-    def _stored(self, job: Pending, base: int | None, folder: str) -> None:
-        """Note a version that is visible or pending, and compact the steps from a base to it."""
-        if not self._compacts:
-            return
-        if base is not None and self._steps is not None:
-            self._steps.start(base)  # if these weights were stored since
-        self._steps = Steps.after(self._steps, job)
-        if base is not None:
-            self._compactions.submit(self._compact, job, base, folder, self._steps, self._steps.frozen())
-
-    def _compact(self, job: Pending, base: int, folder: str, steps: Steps, frozen: Steps) -> None:
-        def put(name: str, data: bytes) -> File:
-            return self._put(f"{folder}/{name}", data)
-
-        def store() -> tuple[list[File], int]:
-            assert job.fingerprints is not None
-            if frozen.base != base:
-                raise ChainError(f"it has the steps since version {frozen.base}, not {base}.")
-            return frozen.store(job.version, job.fingerprints, put, rank=self._ranks.rank)[:2]
-
-        parts, problem = attempt(store)
-        steps.thaw()
-        self._ranks.answer("compaction", job.serial, parts, problem)
-
-    def _put(self, key: str, data: bytes | memoryview) -> File:
-        file = put_file(self._store, key, data)
+    def _put(self, folder: str, name: str, data: bytes | memoryview) -> File:
+        file = put_file(self._store, f"{folder}/{name}", data)
         self._moved_s = time.monotonic()
         return file
 

@@ -15,7 +15,7 @@ from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import PublishPendingError, StoreError
 from deltasync.ops.cli import main
-from deltasync.ops.compactor import Steps
+from deltasync.ops.steps import Steps
 from deltasync.publish.pending import host_delta
 from deltasync.tensors.bits import bits_of
 from tests.builders import Compared, assert_holds, finish_maintenance
@@ -91,7 +91,7 @@ def test_a_joiner_of_a_channel_that_forgets_takes_the_compaction(memory_url: str
 def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(
     memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.ops.compactor.GROUP_ELEMENTS", 20_000)
+    monkeypatch.setattr("deltasync.ops.steps.GROUP_ELEMENTS", 20_000)
     random, weights, store = np.random.default_rng(3), storage.model(200_000), open_store(memory_url)
     states = []
     with Publisher(store) as publisher:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from deltasync import codec
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import native
-from deltasync.ops.compactor import Steps
+from deltasync.ops.steps import Steps
 from deltasync.publish.detect import Difference
 from deltasync.publish.shadow import Shadow, Snapshot
 from deltasync.tensors import Delta, TensorSpec, fingerprint

@@ -186,13 +186,13 @@ MUTANTS = {
     ),
     "a compaction names a base that its steps do not start from": Mutant(
         "deltasync.ops.compactor",
-        "or base.record.version != frozen.base:",
+        "or point.base.record.version != frozen.base:",
         ":",
         "s3 compacts anchors stale",
         at_night=True,
     ),
     "steps since an anchor are left out of compactions": Mutant(
-        "deltasync.ops.compactor",
+        "deltasync.ops.steps",
         "                self._marked[1].append(delta)\n",
         "                pass\n",
         "compacts anchors",

@@ -27,6 +27,7 @@ from deltasync.channel.signing import Signer
 from deltasync.errors import DeltaSyncError, FencedError, FormatError
 from deltasync.following import loop
 from deltasync.ops import compactor, gc
+from deltasync.ops import steps as summed
 from deltasync.ops.checks import check
 from deltasync.ops.retention import KeepPolicy
 from deltasync.publish import encode
@@ -149,7 +150,7 @@ class World:
         self.retries = self._chosen((0, 1, 6), ("once", None, None))
         self.folder, self.cache = folder, folder / "cache"
         self.cache.mkdir(mode=0o700)
-        for module in (encode, compactor):  # so that some versions have parts
+        for module in (encode, summed):  # so that some versions have parts
             module.INLINE_BYTES = self._chosen((1 << 20, 300), (None, "parts"))
         encode.GROUP_CHANGED = 150
         self.signer, self.theirs = (self._key(name) for name in ("key", "theirs"))

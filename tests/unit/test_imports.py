@@ -38,7 +38,6 @@ KNOWN = {
     "live.staging gpu.codec",
     "live.staging gpu.delta",
     "live.staging gpu.devices",
-    "opening.start ops.compactor",
     "publish.detect gpu.delta",
     "publish.detect trainer.stream",
     "publish.encode gpu.codec",
@@ -55,7 +54,6 @@ KNOWN = {
     "publish.shadow gpu.shadow",
     "publish.shadow trainer.ranks",
     "publish.shadow trainer.stream",
-    "publish.upload ops.compactor",
     "publish.upload trainer.ranks",
 }
 FOR_ALL = ("errors", "config", "limits", "threads", "ending")

@@ -1,0 +1,187 @@
+"""Watch, while a channel is written, whether a late joiner could start: what it reads first is still there.
+
+A bucket may have a rule that deletes old objects, somebody may have emptied it, or a run may have saved into
+the directory of the checkpoint that it started from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+from typing import Self
+
+from deltasync.channel import keys
+from deltasync.channel.documents import File
+from deltasync.channel.plan import find_chain
+from deltasync.channel.reading import ChannelReader
+from deltasync.channel.record import StoredRecord
+from deltasync.errors import FormatError, MissingVersionError, get_logger
+from deltasync.opening import checkpoint
+from deltasync.ops.scan import exists
+from deltasync.publish.log import Log
+from deltasync.stores.retries import retried
+
+logger = get_logger(__name__)
+
+_LOOK_S, _LOOK_VERSIONS = 60.0, 16
+"""From one look to the next, whichever is over first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JoinPoint:
+    """What a late joiner reads before the deltas.
+
+    Attributes:
+        base: The newest full weights that are stored, without bytes.
+        compaction: Key of the newest compaction from them, None if there is none.
+        version: Where that ends, or the version of the full weights.
+        stamp: Of the checkpoint that these refer to (`checkpoint.stamp`).
+    """
+
+    base: StoredRecord
+    compaction: str | None
+    version: int
+    stamp: object
+
+    @classmethod
+    def of(cls, chain: Sequence[StoredRecord]) -> Self:
+        """Return the start of a chain."""
+        last = max((stored for stored in chain if stored.is_compaction), key=_version, default=None)
+        reference = chain[0].record.reference
+        return cls(
+            dataclasses.replace(chain[0], data=None),
+            None if last is None else last.key,
+            _version(chain[0] if last is None else last),
+            None if reference is None else checkpoint.stamp(reference),
+        )
+
+    def compacted(self, version: int, key: str | None = None) -> Self:
+        """Return this with a compaction to a version, whose key is None if it could not be stored."""
+        return dataclasses.replace(self, version=version, compaction=key or self.compaction)
+
+
+class Watch:
+    """Watches what a late joiner needs, by a few small requests at a time.
+
+    Attributes:
+        lost: Whether the store, or the checkpoint that the channel refers to, has lost some of it.
+    """
+
+    def __init__(self, reader: ChannelReader, log: Log) -> None:
+        self.lost = False
+        self._reader, self._log = reader, log
+        self._looked, self._looked_s = 0, time.monotonic()  # the version and the time at the last look
+        self._looks = self._losses = 0
+        self._lost_from = 0  # the version from which something may be lost again
+        self._is_over = False  # whether `look_at_end` has looked
+
+    def is_due(self, version: int) -> bool:
+        """Whether to `look` now that a version is visible. If so, the next look is due later."""
+        waited_s = time.monotonic() - self._looked_s
+        if version < self._looked + _LOOK_VERSIONS and waited_s < _LOOK_S and not self._log.doubted:
+            return False
+        self._looked, self._looked_s, self._log.doubted = version, time.monotonic(), False
+        return True
+
+    def look(self, point: JoinPoint | None) -> JoinPoint | None:
+        """Return where a late joiner starts, and note if it cannot. What is known is put back.
+
+        Raises:
+            FencedError: another publisher has begun a run here.
+            StoreError: the store did not answer.
+        """
+        url, restored = self._reader.store.url, self._log.check_channel()
+        if restored is not None:
+            logger.error(
+                "%s: %s. Nobody could join without it: look for a rule that deletes old objects.",
+                *(url, restored),
+            )
+        self._looks += 1
+        newest = 0 if self._log.tip is None else self._log.tip.version
+        if point is None or self.lost or newest < self._lost_from:
+            return point
+        key, problem = self._problem(point)
+        if key is None:
+            return point
+        if (other := self._other_start(point, key, problem)) is not None:
+            return other
+        self.lost, self._losses = True, self._losses + 1
+        # a store that goes on losing them gets fewer
+        self._lost_from = newest + _LOOK_VERSIONS * 2**self._losses
+        logger.error(
+            "%s: %s. Nobody can join the channel now; the next version brings full weights for late joiners. "
+            "Look for a "
+            "rule that deletes old objects, or for a run that saves into the directory of its first "
+            "checkpoint.",
+            *(url, problem),
+        )
+        return point
+
+    def look_at_end(self, point: JoinPoint | None) -> None:
+        """Say, once, if the checkpoint that the channel refers to was overwritten since the last look. Asks
+        no store.
+        """
+        if self._is_over or self.lost or point is None:
+            return
+        record = point.base.record
+        if record.reference is not None:
+            self._is_over = True
+            if checkpoint.stamp(record.reference) != point.stamp:
+                logger.error(
+                    "%s, which version %d of %s refers to, was overwritten during the run. Nobody can join "
+                    "the channel now. Put the checkpoint back, or publish once more with resume=True, which "
+                    "then stores full weights.",
+                    *(record.reference, record.version, self._reader.store.url),
+                )
+
+    def _problem(self, point: JoinPoint) -> tuple[str | None, str]:
+        """Return the key of an object that a late joiner needs and that is not as it was, and what is wrong
+        with it.
+
+        Of weight files and of records after the newest compaction, each look sees one.
+        """
+        reader, base = self._reader, point.base
+        record = base.record
+        try:
+            if retried(lambda: reader.stored(base.key), 2, passing=(FormatError,)).sha256 != base.sha256:
+                return base.key, f"{base.key} was overwritten"
+        except MissingVersionError:
+            return base.key, f"{base.key} is gone"
+        except FormatError as error:
+            return base.key, str(error).rstrip(".")
+        if record.reference is not None and checkpoint.stamp(record.reference) != point.stamp:
+            return base.key, f"{record.reference}, which version {record.version} refers to, was overwritten"
+        for file in record.payload_files[self._looks % max(len(record.payload_files), 1) :][:1]:
+            if not _is_whole(reader, file):
+                return base.key, f"{file.key} is gone, or has another size"
+        needed = [] if point.compaction is None else [point.compaction]
+        needed += [
+            keys.slot(number, self._log.epoch)
+            for number in list(self._log.published)
+            if number > point.version
+        ]
+        key = needed[self._looks % len(needed)] if needed else None
+        return (None, "") if key is None or exists(reader.store, key) else (key, f"{key} is gone")
+
+    def _other_start(self, point: JoinPoint, key: str, problem: str) -> JoinPoint | None:
+        """Return where a late joiner starts without an object, as where a tool stored an anchor and forgot
+        what was before; None if it cannot.
+        """
+        if self._log.tip is None:
+            return None
+        try:
+            chain = find_chain(self._reader, None, self._log.tip, {key: f"{problem}."})
+        except (MissingVersionError, FormatError):
+            return None
+        if not all(_is_whole(self._reader, file) for file in chain[0].record.payload_files):
+            return None
+        return point if chain[0].key == point.base.key else JoinPoint.of(chain[:1])
+
+
+def _is_whole(reader: ChannelReader, file: File) -> bool:
+    return any((info.key, info.bytes) == (file.key, file.bytes) for info in reader.store.list(file.key))
+
+
+def _version(stored: StoredRecord) -> int:
+    return stored.record.version
