@@ -11,6 +11,7 @@ from typing import Any
 
 from benchmarks import common
 from deltasync.gpu import groups
+from deltasync.gpu.delta import BLOCK
 from deltasync.publish import detect
 
 MODELS = {"0.6B": (596_049_920, 1), "7B": (7_615_616_512, 1), "70B over 8 ranks": (70_553_706_496, 8)}
@@ -26,7 +27,7 @@ def measure() -> list[dict[str, Any]]:
     for model, (elements, ranks) in MODELS.items():
         held = -(-elements // ranks)
         weights, pinned = held * ITEM_BYTES, 2 * detect.PIECE_BYTES
-        beside = groups.beside_bytes(-(-held // groups.BLOCK), ITEM_BYTES)
+        beside = groups.beside_bytes(-(-held // BLOCK), ITEM_BYTES)
         changes = groups.room(int(CHANGED_FRACTION * held), held) * (4 + ITEM_BYTES)
         on_host = {
             "host_bytes": weights + pinned,

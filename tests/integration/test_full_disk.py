@@ -14,7 +14,7 @@ _PROGRAM = """
 import errno, os, sys, time
 from pathlib import Path
 import torch
-from deltasync import Publisher, Replica, errors, maintenance
+from deltasync import Publisher, Replica, errors, ops
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.stores import open_store
@@ -49,7 +49,7 @@ with Publisher(str(root / "run"), retries=0, anchor_every=4) as publisher:
         publish(publisher, step)
 reader = ChannelReader(open_store(str(root / "run")))
 filled()
-found = maintenance.gc(reader, maintenance.KeepPolicy(last=1), grace_s=0)
+found = ops.gc(reader, ops.KeepPolicy(last=1), grace_s=0)
 assert found.objects and found.plan.forgotten, found
 assert newest() == 12
 with Publisher(str(root / "run"), retries=0, resume=True) as publisher:

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltasync.gpu import groups
-from deltasync.gpu.delta import DeviceSparse
+from deltasync.gpu.delta import BLOCK, DeviceSparse
 from deltasync.kernels.table import Line, Table, Writes
 from deltasync.live import Segment
 from tests.devices import StandIn
@@ -65,7 +64,7 @@ def test_comparing(target: str) -> None:
                         torch.device("cpu"), width, line_RC, np.full(1, new_width), nothing, 1, nothing
                     )
                     launched = of._launch(size, lambda run, to: None)
-                    launched.count_B.fill_(groups.BLOCK)
+                    launched.count_B.fill_(BLOCK)
                     of._overflowing(launched, lambda run, to: None)
                     of.apply(
                         DeviceSparse(launched.low_K, launched.step_K, of._base_B, launched.bound_B, nothing)
