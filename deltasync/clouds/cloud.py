@@ -1,10 +1,11 @@
 """`s3://` for all S3-compatible servers, `gs://` and `az://`.
 
 Timeouts of one request: 10 s to connect, 30 s until the reply begins and for each further piece of it, more
-for a large upload (`_REPLY_WITHIN`). After 5xx, 429, 408 and dropped connections, the client makes at most
-three attempts within 25 s, 0.1 and 0.2 s apart. After a timeout, as where a gateway has forgotten all idle
-connections, one more goes over new ones. Callers retry further: an uploader as `PublisherSettings.retries`
-says, a replica at its next poll.
+for a large upload (`_REPLY_WITHIN`); 5 s for reads and small uploads while the store answers promptly. After
+5xx, 429, 408 and dropped connections, the client makes at most three attempts within 25 s, 0.1 and 0.2 s
+apart. After a timeout, as where a gateway has forgotten all idle connections, one more goes over new ones,
+with the longer limit. Callers retry further: an uploader as `PublisherSettings.retries` says, a replica at
+its next poll.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 from deltasync.clouds.environment import aws_profile, check_cloud, check_role, is_endpoint
 from deltasync.errors import ConfigError
 from deltasync.stores.base import REQUEST_S, check_key
-from deltasync.stores.object import LARGEST_BYTES, ObstoreStore, check_files, mark_process
+from deltasync.stores.object import LARGEST_BYTES, PROMPT_S, ObstoreStore, check_files, mark_process
 from deltasync.stores.replies import is_panic
 from deltasync.stores.retries import PATIENCE_S
 from deltasync.threads import watched
@@ -37,13 +38,12 @@ logger = logging.getLogger(__name__)
 _OPTIONS = ("endpoint", "region", "virtual_hosted", "profile", "anonymous")
 
 # Largest body of a request, and the time limit for sending it and receiving the first byte of the reply.
+_PROMPT_BYTES = 64 << 10  # of an upload that a slow line carries within `PROMPT_S`, too
 _REPLY_WITHIN = ((8 << 20, 30), (256 << 20, 120), (LARGEST_BYTES, 900))
 
 _RETRIES: RetryConfig = {
     "max_retries": 2,
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
-    # less than any time limit: after that, `ObstoreStore` connects again
-    "retry_timeout": timedelta(seconds=25),
 }
 _NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=REQUEST_S)}
 
@@ -72,9 +72,13 @@ class CloudStore(ObstoreStore):
         self._is_anonymous = self._options.get("anonymous") == "1"
         self._clients: dict[tuple[float, bool], ObjectStore] = {}
 
-    def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
+    def client(self, upload_bytes: int = 0, once: bool = False, is_long: bool = False) -> ObjectStore:
         mark_process(needs_threads=True)
-        allowed_s = next(limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes)
+        allowed_s: float = next(
+            limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes
+        )
+        if self._is_prompt and not is_long and upload_bytes <= _PROMPT_BYTES:
+            allowed_s = min(allowed_s, PROMPT_S)
         key = (REQUEST_S if once else allowed_s, once)
         if key not in self._clients:
             check_cloud(self._scheme)
@@ -108,7 +112,10 @@ class CloudStore(ObstoreStore):
         common: dict[str, Any] = {
             "prefix": self._prefix or None,
             "client_options": client_options,
-            "retry_config": _NO_RETRIES if once else _RETRIES,
+            "retry_config": _NO_RETRIES
+            if once
+            # less than the time limit: after that, `ObstoreStore` connects again
+            else {**_RETRIES, "retry_timeout": timedelta(seconds=min(within_s * 0.8, 25.0))},
         }
         try:
             if self._scheme == "s3":

@@ -7,6 +7,7 @@ import functools
 import logging
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
@@ -40,6 +41,11 @@ LARGEST_BYTES = 5 << 30
 precondition.
 """
 
+PROMPT_S = 5.0
+"""How long an answer takes at most that a connection still carries. Without one in this time a request is sent
+once more over a new connection, with all the time that it may take.
+"""
+
 _SPARE_THREADS = 4
 _SPARE_FILES = 16  # of the client's runtime, which never works again where it could not start
 
@@ -61,6 +67,7 @@ class ObstoreStore:
     can_create = True
     is_scarce = False
     _answered = False
+    _is_prompt = True  # the last answer, or the one that was waited for in vain, came within `PROMPT_S`
     # how often credentials were read again; the last of these counts that was accepted
     _login, _accepted = 0, -1
 
@@ -72,9 +79,9 @@ class ObstoreStore:
     def _warned(self) -> set[str]:
         return set()
 
-    def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
+    def client(self, upload_bytes: int = 0, once: bool = False, is_long: bool = False) -> ObjectStore:
         """Return the client for a body of this size. With `once`, the client never retries and fails after
-        `REQUEST_S`.
+        `REQUEST_S`. `is_long`: the answer may take the store some time.
         """
         mark_process()
         return self._opened
@@ -144,7 +151,7 @@ class ObstoreStore:
         except InvalidPathError:
             pass  # a page with such a key is lost: list its folder's neighbours one by one
         try:
-            level = obstore.list_with_delimiter(self.client(), folder or None)
+            level = obstore.list_with_delimiter(self.client(is_long=True), folder or None)
         except InvalidPathError as error:
             # it is in this folder itself; such keys sort before ours, by their next character
             message = str(translate(error, self._place(folder), "list"))
@@ -159,7 +166,8 @@ class ObstoreStore:
 
     def _listed(self, folder: str, after: str | None = None) -> dict[str, ObjectInfo]:
         found: dict[str, ObjectInfo] = {}
-        for page in obstore.list(self.client(), prefix=folder or None, offset=after, chunk_size=1000):
+        client = self.client(is_long=True)
+        for page in obstore.list(client, prefix=folder or None, offset=after, chunk_size=1000):
             before = len(found)
             found |= _infos(page)
             if page and len(found) == before:
@@ -186,7 +194,7 @@ class ObstoreStore:
         """Return None: these stores cannot watch."""
 
     def _delete(self, keys: Sequence[str]) -> None:
-        self._repeated(keys[0], "delete", lambda: obstore.delete(self.client(), list(keys)))
+        self._repeated(keys[0], "delete", lambda: obstore.delete(self.client(is_long=True), list(keys)))
 
     def _check_size(self, key: str, size: int) -> None:
         check_key(key)
@@ -215,17 +223,19 @@ class ObstoreStore:
 
     @contextlib.contextmanager
     def _mapped(self, key: str, operation: Operation) -> Iterator[None]:
-        login = self._login
+        login, before = self._login, time.monotonic()
         try:
             with self._watched(key):
                 yield
             self._answered, self._accepted = True, login
+            self._is_prompt = self._is_prompt or time.monotonic() - before < PROMPT_S
         except CLIENT_ERRORS as error:
             found = translate(error, self._place(key), operation, self._answered)
             if has_expired(error) and (login < self._login or self._accepted == login):
                 # they were accepted before, and may have been renewed
                 found = TransientStoreError(str(found))
             timed_out = isinstance(found, TransientStoreError) and has_timed_out(error)
+            self._is_prompt = self._is_prompt and not timed_out
             if (may_be_renewed(error) or timed_out) and login == self._login:
                 self._login += 1
                 self.connect_again()
@@ -249,7 +259,7 @@ class PortableStore(ObstoreStore):
         self._root = root
         self._local: ObjectStore | None = None
 
-    def client(self, upload_bytes: int = 0, once: bool = False) -> ObjectStore:
+    def client(self, upload_bytes: int = 0, once: bool = False, is_long: bool = False) -> ObjectStore:
         """Return the client for the directory."""
         if self._local is None:
             self._local = LocalStore(self._root, mkdir=True, automatic_cleanup=True)

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from pathlib import Path
 from typing import Self
 from urllib.parse import urlsplit
@@ -497,8 +496,9 @@ class TestForgottenConnections:
         caplog: pytest.LogCaptureFixture,
         verb: str,
     ) -> None:
-        monkeypatch.setattr(cloud, "_REPLY_WITHIN", ((cloud.LARGEST_BYTES, 1.5),))
-        monkeypatch.setitem(cloud._RETRIES, "retry_timeout", timedelta(seconds=1))
+        is_long = verb in ("list", "delete")
+        limit = ("_REPLY_WITHIN", ((cloud.LARGEST_BYTES, 1.5),)) if is_long else ("PROMPT_S", 1.5)
+        monkeypatch.setattr(cloud, *limit)
         monkeypatch.setattr(cloud, "PATIENCE_S", 0.5)
         with ForgetfulGateway(proxy.url) as gateway:  # the proxy keeps connections open
             store = open_store(s3_server.url(s3_bucket, endpoint=gateway.url))
@@ -516,6 +516,22 @@ class TestForgottenConnections:
             ask[verb]()
         assert caplog.text.count("has had no answer for 0.5 s") == 1
         assert caplog.text.count("Trying once more over a new connection") == 1
+
+    def test_a_store_that_answers_late_is_waited_for_from_then_on(
+        self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for module in (cloud, object):
+            monkeypatch.setattr(module, "PROMPT_S", 0.5)
+        proxied.put("a", b"one")
+        proxy.exchanges.clear()
+        proxy.strike(slow(1.0), "GET", times=3)
+        for _ in range(2):
+            assert proxied.read("a", 3) == b"one"
+        assert [exchange.fault for exchange in proxy.exchanges] == ["slow"] * 3, "one was asked twice"
+        assert proxied.read("a", 3) == b"one"
+        proxy.strike(slow(1.0), "GET")
+        assert proxied.read("a", 3) == b"one"
+        assert [exchange.fault for exchange in proxy.exchanges[3:]] == ["", "slow", ""]
 
 
 class TestRenewal:
@@ -814,7 +830,7 @@ class TestRequests:
             store.client(size).client_options["read_timeout"]
             for size in (0, 1 << 20, 100 << 20, 1 << 30, object.LARGEST_BYTES)
         ]
-        assert limits == ["30s", "30s", "2m", "15m", "15m"]
+        assert limits == ["5s", "30s", "2m", "15m", "15m"]
 
     def test_asking_for_what_is_not_there_is_one_small_request(
         self, proxy: FaultProxy, proxied: Store

@@ -271,7 +271,7 @@ MUTANTS = {
     "gc measures ages with its machine's clock": Mutant(
         "deltasync.ops.retention",
         "since_s = math.inf if grace_s <= 0 else clock.now_s - grace_s",
-        "since_s = math.inf if grace_s <= 0 else __import__('time').time() - grace_s",
+        "since_s = math.inf if grace_s <= 0 else heartbeat.time.time() - grace_s",
         "mild long brief forgets keeper follower0 clocks",
         at_night=True,
     ),
