@@ -9,7 +9,7 @@ import itertools
 import os
 import shutil
 import uuid
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from deltasync import limits
@@ -26,6 +26,7 @@ from deltasync.errors import (
     MissingVersionError,
     NotPublishedError,
     ObjectExistsError,
+    ObjectMissingError,
     RunMismatchError,
 )
 from deltasync.following import Replica
@@ -52,8 +53,8 @@ it.
 @dataclasses.dataclass(kw_only=True, slots=True)
 class Copied:
     """The result of copying: the newest version that every target has, the objects that were stored, without
-    head, and the number of those that were there. `problems` are those of objects that are damaged or missing
-    in the source.
+    head, their bytes over all targets, and the number of those that were there. `problems` are those of
+    objects that are damaged or missing in the source.
     """
 
     version: VersionId | None = None
@@ -74,64 +75,145 @@ class Copied:
 
 
 def copy(source: ChannelReader, *targets: Store) -> Copied:
-    """Copy the current objects of a channel to each target, one by one. Damaged objects are left out and
-    reported.
+    """Copy the current objects of a channel to each target. Damaged objects are left out and reported.
 
-    The order is files, shortcuts, records by number, epochs, channel.json, head; shortcuts precede records
-    because a record may need an announced anchor. So a target is readable after an interruption at any point,
-    and another call resumes. Publishing to the source may continue; no garbage may be collected in a target.
-    A few objects are in memory at a time.
+    Raises: as `Copier.copy_all`.
+    """
+    copier = Copier(source, targets)
+    copier.copy_all()
+    return copier.copied
+
+
+class Copier:
+    """Copies objects of a channel to other stores. An object that is there is not replaced, but for head.
+
+    Attributes:
+        copied: What was copied until now.
 
     Raises:
-        RunMismatchError: a target holds another run.
-        ChannelInUseError: a target has versions that the source lacks.
-        ObjectExistsError: a target has an object of another size. It was not replaced.
+        ConfigError: two of the stores are one.
     """
-    copied = Copied()
-    copy_into(copied, source, *targets)
-    return copied
+
+    def __init__(self, source: ChannelReader, targets: Sequence[Store]) -> None:
+        urls = [source.store.url, *(target.url for target in targets)]
+        if twice := [url for url in urls if urls.count(url) > 1]:
+            raise ConfigError(
+                f"{twice[0]} is both source and target, or is named twice: SOURCE and every TARGET must be "
+                "different URLs."
+            )
+        self.copied = Copied()
+        self._source = source
+        self._targets = [(target, dict[str, int]()) for target in targets]  # with the sizes that it lists
+
+    def copy_all(self) -> None:
+        """Copy the current objects.
+
+        The order is files, shortcuts, records by number, epochs, channel.json, head; shortcuts precede
+        records because a record may need an announced anchor. So a target is readable after an interruption
+        at any point, and another call resumes. Publishing to the source may continue; no garbage may be
+        collected in a target. A few objects are in memory at a time.
+
+        Raises:
+            RunMismatchError: a target holds another run.
+            ChannelInUseError: a target has versions that the source lacks.
+            ObjectExistsError: a target has other bytes in an object's place. They were not replaced.
+        """
+        source, copied = self._source, self.copied
+        source.channel()
+        head = None if source.head() is None else source.store.read(keys.HEAD, limits.SMALL_BYTES)
+        held = scan_channel(source)
+        for target, there in self._targets:
+            there.clear()
+            there.update({info.key: info.bytes for info in target.list("")})
+            _check_target(source, target, held, there)
+        named = digests(held.whole())
+        files = {file.key: file for found in held.whole() for file in found.files}
+        shortcuts = [_file(held.infos[key]) for key, found in held.shortcuts.items() if found]
+        records = [
+            _file(held.infos[slot.key], named.get(slot, "")) for slot, found in held.records.items() if found
+        ]
+        parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
+        copied.note(held.problems.values())
+        copied.note(self.copy(parts_first, "files"))
+        copied.note(self.copy(shortcuts, "compactions"))
+        # in order, so that the base of the newest is always there
+        copied.note(self.copy(records, "records", 1))
+        small = [_file(info) for info in source.store.list(keys.EPOCHS) if keys.epoch_of(info.key)]
+        openings = {keys.epoch_document(slot.epoch) for slot in held.records}
+        check_listing(source, sorted(openings.difference(file.key for file in small)))
+        copied.note(self.copy(small))
+        problems = self.copy([File(key=keys.CHANNEL, bytes=0, sha256="")])
+        copied.note(problems)
+        if head is not None and not problems:
+            self.put_head(head)
+        for _, there in self._targets:
+            there.clear()
+        slots = (slot for slot, found in held.records.items() if found is not None and found.is_version)
+        last = max(slots, key=lambda slot: slot.newness, default=None)
+        newest = None if last is None else source.slot(last)
+        copied.version = None if newest is None else newest.version
+
+    def copy(
+        self, items: Sequence[File], what: str | None = None, threads: int = WHOLE
+    ) -> list[DeltaSyncError]:
+        """Copy objects, whose `sha256` is empty if no document names it, and whose bytes are 0 if they are
+        not known. Return the problems of those that are damaged or missing in the source.
+        """
+        outcomes = in_parallel(self._copy_one, items, what, threads)
+        self.copied.note(found for found in outcomes if not isinstance(found, DeltaSyncError))
+        return [found for found in outcomes if isinstance(found, DeltaSyncError)]
+
+    def put(self, key: str, data: bytes) -> None:
+        """Store an object of the source in every target."""
+        self.copied.note([_put(key, data, [target for target, _ in self._targets])])
+
+    def put_head(self, data: bytes) -> None:
+        """Let head of every target be this."""
+        for target, _ in self._targets:
+            target.put(keys.HEAD, data)
+
+    def _copy_one(self, item: File) -> Outcome:
+        lacking = []
+        for target, there in self._targets:
+            if item.key not in there:
+                lacking.append(target)
+            elif item.bytes and there[item.key] != item.bytes:
+                raise _other_bytes(target, item.key)
+        data = result_or_error(functools.partial(read_object, self._source), item) if lacking else b""
+        return data if isinstance(data, DeltaSyncError) else _put(item.key, data, lacking)
 
 
-def copy_into(copied: Copied, source: ChannelReader, *targets: Store) -> None:
-    """Copy as `copy`, and count what was copied."""
-    reached = [_copy_to(copied, source, target) for target in targets]
-    copied.version = min(reached, key=lambda version: ("", 0) if version is None else version.slot.newness)
+def _put(key: str, data: bytes, targets: Sequence[Store]) -> int | None:
+    """Store an object in targets. Return the bytes that were stored; None if all had it."""
+    lacked = sum([_create(target, key, data) for target in targets])
+    return lacked * len(data) if lacked else None
 
 
-def _copy_to(copied: Copied, source: ChannelReader, target: Store) -> VersionId | None:
-    """Copy to one target. Return the newest version in the source's listing."""
-    source.channel()
-    if target.url == source.store.url:
-        raise ConfigError(f"{target.url} is both source and target.")
-    head = None if source.head() is None else source.store.read(keys.HEAD, limits.SMALL_BYTES)
-    held = scan_channel(source)
-    there = {info.key: info.bytes for info in target.list("")}
-    _check_target(source, target, held, there)
-    one = functools.partial(_copy_object, source, target, there)
-    named = digests(held.whole())
-    files = {file.key: file for found in held.whole() for file in found.files}
-    shortcuts = [_file(held.infos[key]) for key, found in held.shortcuts.items() if found]
-    records = [
-        _file(held.infos[slot.key], named.get(slot, "")) for slot, found in held.records.items() if found
-    ]
-    parts_first = sorted(files.values(), key=lambda file: (file.key.startswith(keys.ANCHORS), file.key))
-    copied.note(held.problems.values())
-    copied.note(in_parallel(one, parts_first, "files", WHOLE))
-    copied.note(in_parallel(one, shortcuts, "compactions", WHOLE))
-    # in order, so that the base of the newest is always there
-    copied.note(in_parallel(one, records, "records", 1))
-    small = [_file(info) for info in source.store.list(keys.EPOCHS) if keys.epoch_of(info.key)]
-    openings = {keys.epoch_document(slot.epoch) for slot in held.records}
-    check_listing(source, sorted(openings.difference(file.key for file in small)))
-    copied.note(map(one, small))
-    description = one(File(key=keys.CHANNEL, bytes=there.get(keys.CHANNEL, 0), sha256=""))
-    copied.note([description])
-    if head is not None and not isinstance(description, DeltaSyncError):
-        target.put(keys.HEAD, head)
-    slots = (slot for slot, found in held.records.items() if found is not None and found.is_version)
-    last = max(slots, key=lambda slot: slot.newness, default=None)
-    newest = None if last is None else source.slot(last)
-    return None if newest is None else newest.version
+def _create(target: Store, key: str, data: bytes) -> bool:
+    """Store an immutable object. Return False if it was there; raise ObjectExistsError if it was there with
+    other bytes.
+    """
+    if target.can_create:
+        with contextlib.suppress(ObjectExistsError):
+            target.create(key, data)
+            return True
+    try:
+        same = target.read(key, len(data)) == data
+    except ObjectMissingError:
+        target.put(key, data)
+        return True
+    except FormatError:  # it is larger
+        same = False
+    if not same:
+        raise _other_bytes(target, key)
+    return False
+
+
+def _other_bytes(target: Store, key: str) -> ObjectExistsError:
+    return ObjectExistsError(
+        f"{target.url} has other bytes at {key}, which were not replaced. Choose another target, or delete "
+        "them."
+    )
 
 
 def _file(info: ObjectInfo, sha256: str = "") -> File:
@@ -168,24 +250,6 @@ def _check_target(source: ChannelReader, target: Store, held: Scan, there: Mappi
             f"{last[1]}. "
             "Nothing was copied. Are SOURCE and TARGET swapped?"
         )
-
-
-def _copy_object(source: ChannelReader, target: Store, there: Mapping[str, int], item: File) -> Outcome:
-    """Copy one object. Its `sha256` is empty if no document names it. `there` maps the target's keys to
-    sizes.
-    """
-    if there.get(item.key) == item.bytes:
-        return None
-    if item.key in there:
-        raise ObjectExistsError(
-            f"{target.url} has other bytes at {item.key}, which were not replaced. Choose another target, or "
-            "delete them."
-        )
-    data = result_or_error(functools.partial(read_object, source), item)
-    if isinstance(data, DeltaSyncError):
-        return data
-    target.put(item.key, data)
-    return len(data)
 
 
 def read_object(source: ChannelReader, item: File) -> bytes:

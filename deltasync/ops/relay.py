@@ -1,22 +1,19 @@
-"""Relay a channel to other stores: `copy` it first, then copy each new record as it appears."""
+"""A copy of a channel that goes on: all of it first, then each new record as it appears."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import time
 from collections.abc import Sequence
 
 from deltasync import limits
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import File, Head, VersionId
+from deltasync.channel.documents import Head, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings
-from deltasync.errors import ConfigError, DeltaSyncError, FormatError, ObjectExistsError, ObjectMissingError
+from deltasync.errors import FormatError, ObjectMissingError
 from deltasync.following import Commit, Follow, Identify, Observer
-from deltasync.ops.copies import Copied, Outcome, copy_into, read_object
-from deltasync.ops.scan import WHOLE, in_parallel, result_or_error
+from deltasync.ops.copies import Copied, Copier
 from deltasync.stores.base import ObjectInfo, Store
 
 _REFRESH_S = 60.0  # between two listings of compactions and announced anchors
@@ -41,12 +38,8 @@ class Relay:
     def __init__(
         self, source: ChannelReader, targets: Sequence[Store], observer: Observer | None = None
     ) -> None:
-        urls = [source.store.url, *(target.url for target in targets)]
-        if len(set(urls)) < len(urls):
-            raise ConfigError("SOURCE and every TARGET must be different URLs.")
         self.version: VersionId | None = None
-        self._copied = Copied()  # since `pop_copied`
-        self._source, self._targets = source, targets
+        self._source, self._copier = source, Copier(source, targets)
         self._behind = True  # False after a successful step
         self._shortcuts: set[str] = set()  # keys of the shortcuts that the stores have
         self._refresh_due_s = 0.0
@@ -67,7 +60,8 @@ class Relay:
 
     def pop_copied(self) -> Copied | None:
         """Return the sum of the objects stored since the last call; None if there were none."""
-        copied, self._copied = dataclasses.replace(self._copied, version=self.version), Copied()
+        copied, self._copier.copied = self._copier.copied, Copied()
+        copied.version = self.version
         return copied if copied.objects or copied.skipped or copied.problems else None
 
     def open(self, identify: Identify) -> None:
@@ -85,7 +79,7 @@ class Relay:
             return
         self._behind = True
         for stored in self._new_shortcuts():
-            if self._copy_files(stored):
+            if not self._copier.copy(stored.record.files):
                 self._copy_record(stored)
             self._shortcuts.add(stored.key)
         self._behind, self._refresh_due_s = False, time.monotonic() + _REFRESH_S
@@ -105,7 +99,7 @@ class Relay:
             ):
                 return None
             have = stored.version
-        return chain if all([self._copy_files(stored) for stored in chain]) else None
+        return None if any([self._copier.copy(stored.record.files) for stored in chain]) else chain
 
     def commit(self, staged: Sequence[StoredRecord]) -> Commit:
         """Copy the records, then head."""
@@ -122,20 +116,14 @@ class Relay:
 
     def _catch_up(self) -> None:
         shortcuts = {info.key for _, info in self._source.shortcuts()}
-        copy_into(self._copied, self._source, *self._targets)
-        self.version, self._shortcuts, self._behind = self._copied.version, shortcuts, False
+        self._copier.copy_all()
+        self.version, self._shortcuts, self._behind = self._copier.copied.version, shortcuts, False
         self._refresh_due_s = time.monotonic() + _REFRESH_S
-
-    def _copy_files(self, stored: StoredRecord) -> bool:
-        """Copy the files that a record names. Return whether all are intact."""
-        done = in_parallel(self._copy_file, stored.record.files, None, WHOLE)
-        self._copied.note(outcome for outcome in done if not isinstance(outcome, DeltaSyncError))
-        return not any(isinstance(outcome, DeltaSyncError) for outcome in done)
 
     def _copy_record(self, stored: StoredRecord) -> None:
         data = self._source.stored(stored.key, stored.sha256).data if stored.data is None else stored.data
         assert data is not None
-        self._copied.note([self._store(stored.key, data)])
+        self._copier.put(stored.key, data)
 
     def _new_shortcuts(self) -> list[StoredRecord]:
         """Return the compactions and announced anchors that the targets lack, for versions that the targets
@@ -150,15 +138,6 @@ class Relay:
         ]
         return [stored for stored in found if stored.version.slot.newness <= self.version.slot.newness]
 
-    def _copy_file(self, item: File) -> Outcome:
-        data = result_or_error(functools.partial(read_object, self._source), item)
-        return data if isinstance(data, DeltaSyncError) else self._store(item.key, data)
-
-    def _store(self, key: str, data: bytes) -> int | None:
-        """Store an object in every target. Return the number of bytes stored; None if all targets had it."""
-        lacked = sum(_create(target, key, data) for target in self._targets)
-        return lacked * len(data) if lacked else None
-
     def _copy_head(self) -> None:
         """Copy head, unless it is ahead of the targets."""
         assert self.version is not None
@@ -168,28 +147,4 @@ class Relay:
         except (ObjectMissingError, FormatError):
             return
         if newest is not None and newest.slot.newness <= self.version.slot.newness:
-            for target in self._targets:
-                target.put(keys.HEAD, data)
-
-
-def _create(target: Store, key: str, data: bytes) -> bool:
-    """Store an immutable object. Return False if it was there; raise ObjectExistsError if it was there with
-    other bytes.
-    """
-    if target.can_create:
-        try:
-            target.create(key, data)
-        except ObjectExistsError:
-            pass
-        else:
-            return True
-    try:
-        same = target.read(key, len(data)) == data
-    except ObjectMissingError:
-        target.put(key, data)
-        return True
-    except FormatError:  # it is larger
-        same = False
-    if not same:
-        raise ObjectExistsError(f"{target.url} has other bytes at {key}, which were not replaced.")
-    return False
+            self._copier.put_head(data)

@@ -242,8 +242,8 @@ MUTANTS = {
     ),
     "a relay copies records without files": Mutant(
         "deltasync.ops.relay",
-        "chain if all([self._copy_files(stored) for stored in chain]) else None",
-        "chain",
+        "return None if any([self._copier.copy(stored.record.files) for stored in chain]) else chain",
+        "return chain",
         "relay damaged parts",
     ),
     "a relay stores channel.json as it arrived": Mutant(
