@@ -25,7 +25,16 @@ import deltasync
 from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
 from deltasync.serve import replies
-from deltasync.serve.wanted import App, Message, Receive, Send, Wanted, demanded, demanding, reply_error
+from deltasync.serve.constraint import (
+    App,
+    Message,
+    Receive,
+    Send,
+    VersionConstraint,
+    constraint,
+    reply_error,
+    require_version,
+)
 from deltasync.tensors.bits import bits_of
 
 
@@ -55,7 +64,7 @@ def named(app: App, manager: Manager) -> App:
     async def call(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await app(scope, receive, send)
-        first, held = manager.following.version, replies.held(manager.following, demanded.get())
+        first, held = manager.following.version, replies.held(manager.following, constraint.get())
         streams = refused = False
 
         async def send_if_held(message: Message) -> None:
@@ -102,11 +111,11 @@ def build_server(manager: Manager, *arguments: Any, generation_state: Any, **opt
         )
         return JSONResponse(body, code)
 
-    async def reach(wanted: Wanted) -> Wanted:
+    async def reach(wanted: VersionConstraint) -> VersionConstraint:
         return await replies.reached(manager.following, wanted)
 
     app.add_middleware(named, manager=manager)
-    app.add_middleware(demanding, reach=reach)
+    app.add_middleware(require_version, wait_until_met=reach)
     return app
 
 

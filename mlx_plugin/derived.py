@@ -28,7 +28,7 @@ _ABSENT = object()
 _Known = tuple[set[int], set[int]]
 
 
-class Kept:
+class KeptArrays:
     """The arrays and compiled functions of a model outside of its parameters, compared with those of a newly
     built one.
     """

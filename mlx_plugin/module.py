@@ -23,7 +23,7 @@ from deltasync.channel.record import StoredRecord
 from deltasync.errors import ConfigError, StageError
 from deltasync.following import Commit, Identify, StagedVersion
 from deltasync.serve import Gate, GatedTarget, Mapped, Names, Part, gated_calls
-from mlx_plugin.derived import Kept
+from mlx_plugin.derived import KeptArrays
 
 _EXPERTS = ".switch_mlp."  # mlx_lm's name for the experts of a layer, which it stacks
 
@@ -48,7 +48,7 @@ def all_bits(model: nn.Module) -> dict[str, np.ndarray]:
     return {name: bits(each) for name, each in arrays(model).items()}
 
 
-class ModuleTarget(GatedTarget):
+class MlxTarget(GatedTarget):
     """The arrays of a model."""
 
     def __init__(self, module: nn.Module, reader: ChannelReader, names: Names, gate: Gate) -> None:
@@ -60,7 +60,7 @@ class ModuleTarget(GatedTarget):
                 "MLX on CUDA keeps arrays where they cannot be patched: follow with a torch.nn.Module there."
             )
         mx.eval(module.parameters())
-        self._kept = Kept(module)
+        self._kept = KeptArrays(module)
 
     def _unstacked(self, own: str) -> str | Sequence[str] | None:
         """As `Names`; for experts that mlx_lm has stacked, the names of each one's tensor."""

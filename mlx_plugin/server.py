@@ -16,8 +16,8 @@ import deltasync
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.serve import replies
+from deltasync.serve.constraint import ReplyGuard, read
 from deltasync.serve.requests import until_ready
-from deltasync.serve.wanted import Held, read
 from mlx_plugin.module import all_bits
 
 following: deltasync.ModuleReplica  # by the one model that is served
@@ -94,7 +94,7 @@ class _Batches(server.BatchGenerator):
         }
 
 
-class _WrongVersion(Exception):
+class _RefusedReply(Exception):
     """Another version than the demanded one was live while a reply was made."""
 
 
@@ -103,12 +103,12 @@ class _Handler(server.APIHandler):
 
     refusal = staticmethod(until_ready(lambda: following.not_ready))
 
-    held: Held
+    held: ReplyGuard
     rfile: Any
 
     def generate_response(self, *arguments: Any, tokens: list[int] | None = None, **options: Any) -> Any:
         if reason := self.held.refusal:
-            raise _WrongVersion(reason)
+            raise _RefusedReply(reason)
         made_by = [] if self.stream else [getattr(token, "version", None) for token in tokens or ()]
         for header in replies.version_headers(made_by).items():
             self.send_header(*header)
@@ -135,7 +135,7 @@ class _Handler(server.APIHandler):
             return self._send(400 if isinstance(error, ConfigError) else 409, {"error": str(error)})
         try:
             reply()
-        except _WrongVersion as error:
+        except _RefusedReply as error:
             if self.stream:
                 self.wfile.write(f"data: {json.dumps({'error': str(error)})}\n\n".encode())
             else:

@@ -15,10 +15,10 @@ from typing import Any
 from fastapi import FastAPI, HTTPException
 
 from deltasync.serve import calls
+from deltasync.serve.constraint import VersionConstraint, constraint
 from deltasync.serve.engine import number_of
 from deltasync.serve.requests import until_ready
 from deltasync.serve.routes import Routes
-from deltasync.serve.wanted import Wanted, demanded
 from sglang_plugin import SOCKET
 
 _TICK_S = 0.5
@@ -75,7 +75,7 @@ class _WrongVersion(ValueError):
     status_code = 409
 
 
-def _check(wanted: Wanted, output: Any, streams: bool) -> None:
+def _check(wanted: VersionConstraint, output: Any, streams: bool) -> None:
     """Raise if an output was made by other versions than its request demands; only the last one of a stream
     names them.
     """
@@ -112,7 +112,7 @@ def _hook_requests(server: Any, routes: SchedulerRoutes) -> None:
         )
         if not is_own and (reason := refusal()):
             raise HTTPException(503, reason, {"retry-after": "1"})
-        wanted, streams = demanded.get(), bool(getattr(asked, "stream", False))
+        wanted, streams = constraint.get(), bool(getattr(asked, "stream", False))
         async with contextlib.aclosing(generate_request(self, asked, request, *args, **kwargs)) as outputs:
             async for output in outputs:
                 if wanted is not None:

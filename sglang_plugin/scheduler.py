@@ -24,7 +24,7 @@ from deltasync.serve.engine import Answer, answer, is_safe, limit_threads, open_
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.routes import Routes
 from deltasync.serve.shard import Shard
-from deltasync.serve.shards import Client, ShardsTarget
+from deltasync.serve.shards import EngineClient, ShardsTarget
 from sglang_plugin import SOCKET, logger
 from sglang_plugin.model import ModelEngine
 
@@ -32,12 +32,12 @@ MARK = "deltasync"
 """The first item of our requests."""
 
 
-class DeltaSyncScheduler(ModelEngine, Client):
-    """One scheduler's process as a rank that follows. In the first rank it is the target's `Client`, too.
+class DeltaSyncScheduler(ModelEngine, EngineClient):
+    """One scheduler's process as a rank that follows. In the first rank it is the target's `EngineClient`, too.
 
     Attributes:
         shard: The shard of this rank.
-        held: As `Client.held`. The same on all ranks.
+        held: As `EngineClient.held`. The same on all ranks.
         salt: The key of everything that is cached under the live version.
         paused: Whether another client has paused generation.
     """
@@ -84,16 +84,16 @@ class DeltaSyncScheduler(ModelEngine, Client):
     # In the follow loop's thread
 
     def call(self, method: str, *args: Any) -> list[Answer]:
-        """As `Client.call`."""
+        """As `EngineClient.call`."""
         return self._between_steps(self._called, method, *args)
 
     def announce(self, name: str) -> None:
-        """As `Client.announce`."""
+        """As `EngineClient.announce`."""
         self._between_steps(self._announced, name)
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """As `Client.committing`: in a pause of SGLang's, in place, or one that has requests compute their
+        """As `EngineClient.committing`: in a pause of SGLang's, in place, or one that has requests compute their
         keys again.
         """
         was_held = self.held
@@ -104,15 +104,15 @@ class DeltaSyncScheduler(ModelEngine, Client):
             raise
 
     def exchange(self, call: Sequence[Any], name: str | None) -> list[Answer]:
-        """As `Client.exchange`."""
+        """As `EngineClient.exchange`."""
         return self._between_steps(self._exchanged, call, name)
 
     def release(self) -> None:
-        """As `Client.release`."""
+        """As `EngineClient.release`."""
         self._between_steps(self._end, False)
 
     def running_requests(self) -> int:
-        """As `Client.running_requests`."""
+        """As `EngineClient.running_requests`."""
         return len(self._scheduler.running_batch.reqs)
 
     def _between_steps(self, method: Callable[..., Any], *arguments: Any) -> Any:

@@ -27,7 +27,7 @@ from deltasync.following import Follow
 from deltasync.serve.engine import open_reader
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.metrics import Metrics
-from deltasync.serve.shards import Client, ShardsTarget
+from deltasync.serve.shards import EngineClient, ShardsTarget
 from deltasync.stores import Store
 from tests.channels import Made
 from vllm_plugin.endpoints import DeltaSyncEndpoints
@@ -138,7 +138,7 @@ class Engine:
 def target_of(call: Callable[..., list[Any]], reader: ChannelReader) -> ShardsTarget:
     """The target of workers that this calls."""
     return ShardsTarget(
-        Client(call), reader, ReplicaSettings(channel=reader.store.url), Metrics(CollectorRegistry())
+        EngineClient(call), reader, ReplicaSettings(channel=reader.store.url), Metrics(CollectorRegistry())
     )
 
 

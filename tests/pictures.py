@@ -17,7 +17,7 @@ import torch
 
 from deltasync import Publisher, Retention, open_store
 from deltasync.channel import keys
-from deltasync.ops.dashboard import Observer, page
+from deltasync.ops.dashboard import ChannelObserver, page
 from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat
 from tests.browser import browse
@@ -60,7 +60,7 @@ def main(out: Path) -> None:
     model, random = weights(), torch.Generator().manual_seed(1)
     with tempfile.TemporaryDirectory() as folder:
         store = open_store(f"file://{folder}/run")
-        observer = Observer(store, heat=VERSIONS)
+        observer = ChannelObserver(store, heat=VERSIONS)
 
         def beat(
             name: str,

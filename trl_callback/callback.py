@@ -14,7 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from deltasync.config import TrainerSettings, check_names
 from deltasync.ending import finish_at_exit
 from deltasync.errors import ConfigError, ModelMismatchError
-from deltasync.serve.wanted import VERSION_HEADER
+from deltasync.serve.constraint import VERSION_HEADER
 from trl_callback import adapter, compat, gather, ranks, server
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord

@@ -17,8 +17,8 @@ import numpy as np
 from deltasync.channel.documents import Count, TokenLag
 from deltasync.channel.keys import LARGEST_VERSION
 from deltasync.errors import UNREADABLE_JSON, ConfigError
+from deltasync.serve.constraint import VERSION_HEADER
 from deltasync.serve.replies import SPANS_HEADER, VERSIONS_HEADER
-from deltasync.serve.wanted import VERSION_HEADER
 
 logger = logging.getLogger(__name__)
 

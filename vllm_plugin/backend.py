@@ -33,7 +33,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 from deltasync.following import Follow
 from deltasync.serve.engine import Answer, Failure, answer, parse
-from deltasync.serve.shards import Client
+from deltasync.serve.shards import EngineClient
 from vllm_plugin import compat
 from vllm_plugin.pauses import open_follow
 from vllm_plugin.worker import DeltaSyncWorkerExtension
@@ -61,7 +61,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
             )
 
 
-class _SilentError(RuntimeError, AsyncModelRunnerOutput):
+class _HiddenError(RuntimeError, AsyncModelRunnerOutput):
     """An error in a worker that must seem to succeed: vLLM takes what `get_output` returns for the reply.
 
     vLLM reads its workers' replies in order up to the first error, and takes those left for replies to its
@@ -83,7 +83,7 @@ def _reported_once(method: Callable[[DeltaSyncEngine, Any], Any]) -> Callable[[D
         except Exception as error:
             if self.group.is_last_rank:
                 raise
-            raise _SilentError(str(error)) from error
+            raise _HiddenError(str(error)) from error
 
     return wrapped
 
@@ -168,7 +168,7 @@ class DeltaSyncEngine(WeightTransferEngine):
             return
         if self._follow is not None and self._follow.version is not None:
             raise ConfigError(f"This server follows {self._channel}; restart it to follow another channel.")
-        self._follow = open_follow(Client(self._call), settings)
+        self._follow = open_follow(EngineClient(self._call), settings)
         self._channel = settings.channel
 
     def _serve(self, version: int | None) -> None:

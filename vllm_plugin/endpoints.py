@@ -28,18 +28,18 @@ from fastapi.responses import HTMLResponse, Response
 
 from deltasync.errors import AckTimeoutError, DeltaSyncError, describe, printable, redacted
 from deltasync.following import Follow, Status
+from deltasync.serve.constraint import VersionConstraint
 from deltasync.serve.engine import open_reader
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.metrics import Metrics
 from deltasync.serve.requests import is_loopback, until_ready
 from deltasync.serve.routes import Routes, as_json
 from deltasync.serve.shards import ShardsTarget
-from deltasync.serve.wanted import Wanted
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import is_pushed, is_salted
 from vllm_plugin.pauses import SWITCHED, OnLoop, Pauses, open_follow
 from vllm_plugin.servers import Servers
-from vllm_plugin.versions import LiveVersions, attend, replies
+from vllm_plugin.versions import LiveVersions, instrument, replies
 
 _TICK_S = 1.0
 _PAGE_HEADERS = {
@@ -125,7 +125,7 @@ class DeltaSyncEndpoints(Routes):
             ("/request_weight_update", "POST", self._update_asked),
             ("/init_process_group", "POST", init_process_group),
         ]
-        app.add_middleware(replies, live=self._live, undivided=self._undivided)
+        app.add_middleware(replies, live=self._live, single_version=self._single_version)
         self.attach(app, own)
 
     @contextlib.asynccontextmanager
@@ -144,14 +144,14 @@ class DeltaSyncEndpoints(Routes):
         channel = self.settings.channel
         if channel is None or engine_client is None:  # the second renders prompts only
             return
-        engine_client.deltasync_refusal = lambda: None  # it follows, or `attend` says why not
+        engine_client.deltasync_refusal = lambda: None  # it follows, or `instrument` says why not
         self._engine, self._models = engine_client, getattr(state, "openai_serving_models", None)
         waits = self.settings.wait_ready and not is_pushed(engine_client)
-        attend(
+        instrument(
             engine_client,
             live=self._live,
             refusal=self._closed if waits else lambda: None,
-            undivided=self._undivided,
+            single_version=self._single_version,
         )
         with self._refusing():
             self.settings = self.settings.at_port(getattr(args, "port", 0), _rank(args))
@@ -274,29 +274,29 @@ class DeltaSyncEndpoints(Routes):
 
     @contextlib.asynccontextmanager
     async def answer(self, method: str, *args: Any, **named: Any) -> AsyncIterator[dict[str, Any]]:
-        """As `Routes.answer`; or hold another API server's `_undivided`."""
-        if method == "undivided":
-            async with self._undivided():
+        """As `Routes.answer`; or hold another API server's `_single_version`."""
+        if method == "single_version":
+            async with self._single_version():
                 yield {"result": None}
             return
         async with super().answer(method, *args, **named) as answer:
             yield answer
 
     @contextlib.asynccontextmanager
-    async def _undivided(self) -> AsyncIterator[None]:
-        """Return a context in which no commit begins, as `Pauses.undivided`."""
+    async def _single_version(self) -> AsyncIterator[None]:
+        """Return a context in which no commit begins, as `Pauses.single_version`."""
         async with contextlib.AsyncExitStack() as stack:
             if self._ask is not None:
-                await stack.enter_async_context(self._ask("undivided"))
+                await stack.enter_async_context(self._ask("single_version"))
             elif self._pauses is not None:
-                await stack.enter_async_context(self._pauses.undivided())
+                await stack.enter_async_context(self._pauses.single_version())
             yield
 
     async def call_here(self, method: str, *args: Any, **named: Any) -> Any:
         """As `Routes.call_here`; also a method of the engine client."""
         return await getattr(self._engine if method in SWITCHED else self, method)(*args, **named)
 
-    async def demand(self, wanted: Wanted) -> Wanted:
+    async def demand(self, wanted: VersionConstraint) -> VersionConstraint:
         """As `Routes.demand`."""
         if wanted.version is not None and wanted.allows(self._live.now, self._live.now):
             return wanted
@@ -307,7 +307,7 @@ class DeltaSyncEndpoints(Routes):
         if self._follow is None or self._pauses is None:
             adapter = "A request of an adapter names its version as its model, such as NAME-v7."
             why = adapter if self._follow is not None else self._refused
-            raise AckTimeoutError(Wanted(version, exact, timeout_s).refusal(None, why))
+            raise AckTimeoutError(VersionConstraint(version, exact, timeout_s).refusal(None, why))
         return await super().reach(version, exact, timeout_s)
 
     # Routes

@@ -10,7 +10,7 @@ from typing import Any
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ApplyError, CommitError, ConfigError, DeltaSyncError
-from deltasync.serve.shards import Client
+from deltasync.serve.shards import EngineClient
 from vllm_plugin import compat
 from vllm_plugin.engine import check_salted
 from vllm_plugin.pauses import open_follow
@@ -25,7 +25,7 @@ class OfflineReplica:
         def call(method: str, *args: object) -> list[Any]:
             return list(llm.collective_rpc(method, args=args))
 
-        self._client = Client(call, llm.llm_engine.set_weight_version)
+        self._client = EngineClient(call, llm.llm_engine.set_weight_version)
         self._follow = open_follow(self._client, settings)
 
     @property

@@ -32,7 +32,7 @@ from deltasync.following import Follow
 from deltasync.serve.engine import Answer, around, is_safe, number_of, open_reader, parse, succeeded
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.metrics import Metrics, total
-from deltasync.serve.shards import Client, ShardsTarget
+from deltasync.serve.shards import EngineClient, ShardsTarget
 from deltasync.stores.cache import CachedStore
 from vllm_plugin import logger
 from vllm_plugin.engine import Exchanged, call_engines
@@ -65,7 +65,7 @@ def running_requests() -> int:
     return total("vllm:num_requests_running")
 
 
-def open_follow(client: Client, settings: ReplicaSettings, metrics: Metrics | None = None) -> Follow:
+def open_follow(client: EngineClient, settings: ReplicaSettings, metrics: Metrics | None = None) -> Follow:
     """Make the follow loop of one server's workers, which follows `settings.channel` once it is started.
 
     By default nobody reads its metrics.
@@ -96,10 +96,10 @@ class OnLoop:
             self._running.cancel()
 
 
-class Pauses(Client):
+class Pauses(EngineClient):
     """The switch of one engine, as vLLM's engine client `engine` reaches it, and the way to its workers.
 
-    The follow loop's thread calls what `Client` has; the rest runs on the engine client's event loop.
+    The follow loop's thread calls what `EngineClient` has; the rest runs on the engine client's event loop.
 
     Attributes:
         on_use: Called when the follow loop should see whether the workers know their bits.
@@ -119,39 +119,39 @@ class Pauses(Client):
             engine.update_weight_version,
         )
         self._others = 0
-        self._by_another = False
-        self._exchanged: Exchanged | None = None  # the last one of the body of `alone`
+        self._other_caller = False
+        self._exchanged: Exchanged | None = None  # the last one of the body of `exclusive`
         self._idle_s = 0.0  # when the pause began
         self._free = asyncio.Condition()
-        self._undivided = 0  # replies that one version makes
+        self._single_version_replies = 0  # replies that one version makes
         self._draining = False
         self.on_use: Callable[[], object] = lambda: None
 
     # In the follow loop's thread
 
     def call(self, method: str, *args: object) -> list[Answer]:
-        """As `Client.call`: of the workers of all engines."""
+        """As `EngineClient.call`: of the workers of all engines."""
         return self._run(self._called(method, args))
 
     def announce(self, name: str) -> None:
-        """As `Client.announce`."""
+        """As `EngineClient.announce`."""
         self._run(self._announce(name))
         self._live.note(number_of(name))
 
     @contextlib.contextmanager
     def committing(self) -> Iterator[None]:
-        """As `Client.committing`: in a pause."""
-        alone = self.alone()
-        self._run(alone.__aenter__())
+        """As `EngineClient.committing`: in a pause."""
+        exclusive = self.exclusive()
+        self._run(exclusive.__aenter__())
         try:
             yield
         except BaseException as error:
-            self._run(alone.__aexit__(type(error), error, None))
+            self._run(exclusive.__aexit__(type(error), error, None))
             raise
-        self._run(alone.__aexit__(None, None, None))
+        self._run(exclusive.__aexit__(None, None, None))
 
     def exchange(self, call: Sequence[Any], name: str | None) -> list[Answer]:
-        """As `Client.exchange`."""
+        """As `EngineClient.exchange`."""
         number = None if name is None else number_of(name)
         if number is not None:
             self._live.expect(number)
@@ -161,19 +161,19 @@ class Pauses(Client):
         return answers
 
     def release(self) -> None:
-        """As `Client.release`: generation resumes."""
+        """As `EngineClient.release`: generation resumes."""
         self._run(self.resume_held())
 
     def cancel(self) -> None:
-        """As `Client.cancel`."""
+        """As `EngineClient.cancel`."""
         self._run.cancel()
 
     def running_requests(self) -> int:
-        """As `Client.running_requests`."""
+        """As `EngineClient.running_requests`."""
         return running_requests()
 
     def generated_tokens(self) -> int:
-        """As `Client.generated_tokens`."""
+        """As `EngineClient.generated_tokens`."""
         return generated_tokens()
 
     # On the event loop
@@ -186,7 +186,7 @@ class Pauses(Client):
         return [reply for replies in by_engine for reply in replies]
 
     @contextlib.asynccontextmanager
-    async def alone(self) -> AsyncIterator[None]:
+    async def exclusive(self) -> AsyncIterator[None]:
         """Let nobody else use the switch in the body, which calls `exchange_all`; then restore what it was.
 
         Replies that one version makes are waited for, unless generation is paused already. If the body raises
@@ -194,9 +194,9 @@ class Pauses(Client):
         """
         async with self._alone(asks=False):
             was_held = self.held
-            if self._undivided and not was_held:
-                self._by_another = await self._engine.is_paused()
-                if not self._by_another:
+            if self._single_version_replies and not was_held:
+                self._other_caller = await self._engine.is_paused()
+                if not self._other_caller:
                     await self._drain()
             self._exchanged, self._idle_s = None, time.monotonic()
             try:
@@ -215,13 +215,13 @@ class Pauses(Client):
                 self.last_s = (time.monotonic() if resumed_s is None else resumed_s) - self._idle_s
 
     async def exchange_all(self, call: Sequence[Any], name: str | None) -> list[Answer]:
-        """Pause, and make a call of all workers, in the body of `alone`; the last one has the version's name.
+        """Pause, and make a call of all workers, in the body of `exclusive`; the last one has the version's name.
 
         If that one succeeds, the version is announced, and generation goes on, unless another caller has
         paused it.
         """
         is_first = self._exchanged is None
-        resumes = None if is_first and not self.held else not self._by_another
+        resumes = None if is_first and not self.held else not self._other_caller
         if len(self._core.core_engines) > 1:
             resumes = False  # they resume together, or wait for each other for ever
         arguments = [*call], name, is_first and self._recomputes, resumes
@@ -231,7 +231,7 @@ class Pauses(Client):
         if is_first:
             self._idle_s = max(each.idle_s for each in found)
             if not self.held:
-                self._by_another = any(each.was_paused for each in found)
+                self._other_caller = any(each.was_paused for each in found)
         self._exchanged = found[0]
         return [answer for each in found for answer in each.answers]
 
@@ -241,7 +241,7 @@ class Pauses(Client):
         async with self._free:
             await self._free.wait_for(lambda: not self._others and not self._draining)
             if asks and not self.held:
-                self._by_another = await self._engine.is_paused()
+                self._other_caller = await self._engine.is_paused()
             yield
 
     async def _drain(self) -> None:
@@ -251,7 +251,7 @@ class Pauses(Client):
         self._draining = True
         try:
             async with asyncio.timeout(_DRAIN_S):
-                await self._free.wait_for(lambda: not self._undivided)
+                await self._free.wait_for(lambda: not self._single_version_replies)
         except TimeoutError:
             raise StageError(
                 f"Replies that one version makes have not ended for {_DRAIN_S:g} s; it is still live."
@@ -268,7 +268,7 @@ class Pauses(Client):
 
     async def _resume(self) -> None:
         self.held = True  # if resuming fails, the next `resume_held` tries again
-        if not self._by_another:
+        if not self._other_caller:
             await self._resume_all()
         self.held = False
         self._free.notify_all()
@@ -279,7 +279,7 @@ class Pauses(Client):
         await self._core.pause_scheduler_async(mode="keep", clear_cache=False)
 
     @contextlib.asynccontextmanager
-    async def by_another(self) -> AsyncIterator[None]:
+    async def other_caller(self) -> AsyncIterator[None]:
         """Let another caller use the switch in the body, once no commit is running and generation is not
         held.
         """
@@ -295,16 +295,16 @@ class Pauses(Client):
                 self._free.notify_all()
 
     @contextlib.asynccontextmanager
-    async def undivided(self) -> AsyncIterator[None]:
+    async def single_version(self) -> AsyncIterator[None]:
         """Let no commit begin in the body, unless generation is paused already."""
         async with self._free:
             await self._free.wait_for(lambda: not self._draining)
-            self._undivided += 1
+            self._single_version_replies += 1
         try:
             yield
         finally:
             async with self._free:
-                self._undivided -= 1
+                self._single_version_replies -= 1
                 self._free.notify_all()
 
     async def guard(self) -> None:
@@ -328,7 +328,7 @@ class Pauses(Client):
             )
 
     async def _by_turns(self, call: Call, *args: Any, **kwargs: Any) -> Any:
-        async with self.by_another():
+        async with self.other_caller():
             return await call(*args, **kwargs)
 
     async def _proven(self, call: Call, *args: Any, wakes: bool, **kwargs: Any) -> Any:
@@ -336,13 +336,13 @@ class Pauses(Client):
             # should this end in the middle, the follow loop looks at the weights
             before, self.held = self.held, True
             try:
-                if not before and not self._by_another:
+                if not before and not self._other_caller:
                     await self._pause()
                 return await call(*args, **kwargs)
             finally:
                 self.used = True
                 if wakes and not any(await call_engines(self._core, "deltasync_asleep")):
-                    self._by_another = False
+                    self._other_caller = False
                     await self._pause()  # again, to wait until all engines are
                 if not before and await self._settled():
                     await self._resume()
@@ -357,7 +357,7 @@ class Pauses(Client):
         except NotPublishedError:
             return True
         except SleepingError:
-            return self._by_another
+            return self._other_caller
         except Exception:  # whatever it is: then the follow loop finds out
             logger.exception("deltasync could not ask the workers about their weights")
             return False

@@ -2,7 +2,7 @@
 
 Also headers of requests: `x-deltasync-session`, by which a conversation keeps using the cached prefixes of
 the version that it began with (`vllm_plugin.salt`), and `x-deltasync-version`, which demands a version
-(`wanted.demanding`).
+(`constraint.require_version`).
 
 Nothing here goes by routes: a reply is one that has called the engine client, `generate` or `encode`. So
 whatever route vLLM gets, it has the headers, waits for the first version, and takes a session. A pooled reply
@@ -25,15 +25,15 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltasync import limits
 from deltasync.errors import AckTimeoutError
+from deltasync.serve.constraint import VersionConstraint, constraint, reply_error
 from deltasync.serve.engine import number_of
 from deltasync.serve.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
-from deltasync.serve.wanted import Wanted, demanded, reply_error
 from vllm_plugin import logger
 from vllm_plugin.salt import SESSION
 
 SESSION_HEADER = "x-deltasync-session"
 
-Undivided = Callable[[], contextlib.AbstractAsyncContextManager[None]]
+SingleVersion = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 
 Choices = dict[tuple[int, str, int], list[tuple[int, int]] | None]
 """The finished choices of a reply. The keys sort them: the length of the request's id, the id, and the
@@ -117,7 +117,7 @@ class _Reply:
         choices: The generated tokens in the reply.
     """
 
-    def __init__(self, session: str | None = None, wanted: Wanted | None = None) -> None:
+    def __init__(self, session: str | None = None, wanted: VersionConstraint | None = None) -> None:
         self.session, self.wanted = session, wanted
         self.mark: int | None = None
         self.refused: tuple[int, str] | None = None
@@ -131,12 +131,12 @@ class _Reply:
         if self.mark is None and live.now is not None:
             self.mark = live.mark
 
-    async def hold(self, live: LiveVersions, undivided: Undivided) -> None:
+    async def hold(self, live: LiveVersions, single_version: SingleVersion) -> None:
         """As `begin`, for a demanded version. If no other will do, no commit begins before `leave`. Raises as
         `check`.
         """
         if self.wanted is not None and self.wanted.exact:
-            await self.enter(undivided)
+            await self.enter(single_version)
         self.begin(live)
         self.check(live)
 
@@ -149,12 +149,12 @@ class _Reply:
             self.refused = 409, self.wanted.refusal(greatest, "The version changed meanwhile.")
             raise AckTimeoutError(self.refused[1])
 
-    async def enter(self, undivided: Undivided) -> None:
+    async def enter(self, single_version: SingleVersion) -> None:
         """Wait for a commit that is under way, and let no other begin before `leave`."""
         async with self._turn:
             if self._entered is None:
                 entered = contextlib.AsyncExitStack()
-                await entered.enter_async_context(undivided())
+                await entered.enter_async_context(single_version())
                 self._entered = entered
 
     async def leave(self) -> None:
@@ -168,11 +168,11 @@ class _Reply:
 _reply: ContextVar[_Reply | None] = ContextVar("deltasync_reply", default=None)
 
 
-def attend(
+def instrument(
     engine: Any,
     live: LiveVersions,
     refusal: Callable[[], str | None],
-    undivided: Undivided,
+    single_version: SingleVersion,
 ) -> None:
     """Wrap `generate` and `encode` of an engine client, which every route calls.
 
@@ -180,7 +180,7 @@ def attend(
         engine: vLLM's engine client.
         live: The versions that were live; none if nothing is followed.
         refusal: Returns why no request may be answered, in one sentence, or None.
-        undivided: As `Pauses.undivided`.
+        single_version: As `Pauses.single_version`.
     """
     generate, encode = engine.generate, engine.encode
 
@@ -194,7 +194,7 @@ def attend(
             raise AckTimeoutError(reason)
         return reply
 
-    def attended_generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+    def instrumented_generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         reply = begin()
         if reply is None:
             outputs: AsyncGenerator[Any] = generate(*args, **kwargs)
@@ -208,16 +208,16 @@ def attend(
 
     async def held(reply: _Reply, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         async with contextlib.aclosing(outputs):
-            await reply.hold(live, undivided)
+            await reply.hold(live, single_version)
             async for output in outputs:
                 reply.check(live)
                 yield output
 
-    async def attended_encode(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+    async def instrumented_encode(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         made = begin()
         reply = made or _Reply()
         try:
-            await reply.enter(undivided)
+            await reply.enter(single_version)
             reply.begin(live)
             reply.check(live)
             async with contextlib.aclosing(encode(*args, **kwargs)) as outputs:
@@ -228,7 +228,7 @@ def attend(
             if made is None:
                 await reply.leave()
 
-    engine.generate, engine.encode = attended_generate, attended_encode
+    engine.generate, engine.encode = instrumented_generate, instrumented_encode
 
 
 def _in_session(
@@ -277,7 +277,7 @@ def _spans_text(choices: Choices) -> str | None:
     return spans_text([choices[key] for key in sorted(choices)])
 
 
-def replies(app: ASGIApp, live: LiveVersions, undivided: Undivided) -> ASGIApp:
+def replies(app: ASGIApp, live: LiveVersions, single_version: SingleVersion) -> ASGIApp:
     """ASGI middleware that adds the headers, and replies 503 or 409 where the engine refused a request.
 
     `x-deltasync-versions: first..last` names the least and the greatest version that were live while the
@@ -291,7 +291,7 @@ def replies(app: ASGIApp, live: LiveVersions, undivided: Undivided) -> ASGIApp:
     A request's `x-deltasync-session: 5` (or `5..7`, as in the header of an earlier reply) names the session's
     version.
 
-    A request that demands a version (`wanted.demanded`) gets 409 if another one was live before its reply
+    A request that demands a version (`constraint.constraint`) gets 409 if another one was live before its reply
     ended. A stream that has begun by then ends with an error. Where one version alone is demanded, commits
     wait for the reply.
     """
@@ -308,7 +308,7 @@ def replies(app: ASGIApp, live: LiveVersions, undivided: Undivided) -> ASGIApp:
                 await JSONResponse({"error": sentence}, 400)(scope, receive, send)
                 return
             session = version[0].rstrip(".")
-        reply, at_arrival, refused = _Reply(session, demanded.get()), _Reply(), False
+        reply, at_arrival, refused = _Reply(session, constraint.get()), _Reply(), False
         at_arrival.begin(live)
 
         async def send_with_versions(message: Message) -> None:
@@ -317,7 +317,7 @@ def replies(app: ASGIApp, live: LiveVersions, undivided: Undivided) -> ASGIApp:
                 # a stream calls the engine, and computes after its headers
                 if reply.wanted is not None and reply.called:
                     with contextlib.suppress(AckTimeoutError):
-                        await reply.hold(live, undivided)
+                        await reply.hold(live, single_version)
                 if reply.refused is not None:
                     refused = True
                     await reply_error(send, *reply.refused)

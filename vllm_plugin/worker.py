@@ -271,7 +271,7 @@ def _guard(worker: Any, channel: str) -> None:
 
 def _refusing(name: str, channel: str) -> Callable[..., None]:
     """Return a method that loads nothing. Only the last worker raises, see
-    `vllm_plugin.backend._SilentError`.
+    `vllm_plugin.backend._HiddenError`.
     """
 
     def refuse(*_: Any, **__: Any) -> None:

@@ -59,7 +59,7 @@ class _Metadata(msgspec.Struct):
     deltasync_sha256: str | None = None  # of the record, where `Export` wrote it
 
 
-class _Index(msgspec.Struct):
+class _VersionIndex(msgspec.Struct):
     weight_map: dict[str, str]
     metadata: _Metadata = msgspec.field(default_factory=_Metadata)
 
@@ -157,7 +157,7 @@ class VersionDir(NamedTuple):
             )
 
 
-class Found(NamedTuple):
+class FoundVersions(NamedTuple):
     """The version directories of a store.
 
     Attributes:
@@ -170,7 +170,7 @@ class Found(NamedTuple):
     problems: dict[int, NotPublishedError | CorruptDataError]
 
 
-def find(store: Store, after: int) -> Found:
+def find(store: Store, after: int) -> FoundVersions:
     """Find the versions with a higher number than `after`.
 
     Raises:
@@ -186,7 +186,7 @@ def find(store: Store, after: int) -> Found:
         if name != folder:
             raise ConfigError(f"{store.url} holds both {name} and {folder}. Move one of them away.")
         files[file] = info
-    found = Found([], {})
+    found = FoundVersions([], {})
     for number, (folder, files) in sorted(folders.items()):
         try:
             found.ready.append(_version(store, number, folder, files))
@@ -217,7 +217,7 @@ def _version(store: Store, number: int, folder: str, files: Mapping[str, ObjectI
             f"{place} is unfinished: it has {len(files)} files of {size:,} bytes, and no {INDEX}."
         )
     try:
-        index = msgspec.json.decode(store.read(info.key, _INDEX_BYTES, info), type=_Index)
+        index = msgspec.json.decode(store.read(info.key, _INDEX_BYTES, info), type=_VersionIndex)
     except UNREADABLE_JSON as error:
         raise CorruptDataError(f"{place}/{INDEX} is not the index of a version: {error}.") from error
     names, metadata = sorted(set(index.weight_map.values())), index.metadata

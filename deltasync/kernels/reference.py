@@ -182,7 +182,7 @@ class Writer:
         return np.array([*reversed([*words, *state])], np.uint32)
 
 
-class Reader:
+class RansReader:
     """Reads a stream. Raises ValueError where it is malformed."""
 
     def __init__(self, words: np.ndarray) -> None:
@@ -314,7 +314,7 @@ def read_block(
             raise ValueError("words without changes")
         return []
     reader, found, sizes, c, place = (
-        Reader(words),
+        RansReader(words),
         list[tuple[int, int, int]](),
         size_C.tolist(),
         _first_class(size_C),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from deltasync.ops.checks import Report, check
     from deltasync.ops.compaction import write_compaction
-    from deltasync.ops.comparison import Comparison, Diff, compare, diff
+    from deltasync.ops.comparison import ChannelComparison, Diff, compare, diff
     from deltasync.ops.copies import Copied, copy, export, model_files
     from deltasync.ops.history import Change, bisect, blame, matching
     from deltasync.ops.joins import check_join, described
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _HOME = {
     **dict.fromkeys(("Report", "check"), "checks"),
     "write_compaction": "compaction",
-    **dict.fromkeys(("Comparison", "Diff", "compare", "diff"), "comparison"),
+    **dict.fromkeys(("ChannelComparison", "Diff", "compare", "diff"), "comparison"),
     **dict.fromkeys(("Copied", "copy", "export", "model_files"), "copies"),
     **dict.fromkeys(("Change", "bisect", "blame", "matching"), "history"),
     **dict.fromkeys(("check_join", "described"), "joins"),
@@ -58,8 +58,8 @@ _HOME = {
 
 __all__ = [
     "Change",
+    "ChannelComparison",
     "Collected",
-    "Comparison",
     "Copied",
     "Diff",
     "KeepPolicy",

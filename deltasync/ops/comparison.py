@@ -25,7 +25,7 @@ _SERVER_S = 600.0  # wait for a server's digests: it reads all its weights
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class TensorDifference:
     """One tensor whose bits differ. Of a server, or of another shape, only the sentence is known."""
 
     tensor: str
@@ -37,12 +37,12 @@ class Difference:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class ChannelComparison:
     """The result of `compare`; the channel's order of tensors everywhere."""
 
     version: VersionId
     equal: int  # number of tensors with the same bits
-    differences: list[Difference]
+    differences: list[TensorDifference]
     absent: list[str]  # tensors of the channel that the other place lacks, such as tied ones; not compared
     extra: list[str]  # tensors that only the other place has; not compared
 
@@ -52,7 +52,7 @@ class Comparison:
         return 0 if self.equal and not self.differences else ModelMismatchError.exit_code
 
 
-def compare(reader: ChannelReader, place: str, version: int | None = None) -> Comparison:
+def compare(reader: ChannelReader, place: str, version: int | None = None) -> ChannelComparison:
     """Compare a version's bits with a safetensors file, a checkpoint directory, a model on the Hub, or a
     running server.
 
@@ -84,12 +84,12 @@ def compare(reader: ChannelReader, place: str, version: int | None = None) -> Co
         )
         replica, identity = replica_at(reader, version)
         names, found = set(held.files), _by_bits(replica, held, reader.specs)
-    differences, equal = list[Difference](), 0
+    differences, equal = list[TensorDifference](), 0
     for done, difference in enumerate(found, start=1):
         equal += difference is None
         differences += [] if difference is None else [difference]
         progressed("tensors", done, len(reader.specs.keys() & names))
-    return Comparison(
+    return ChannelComparison(
         version=identity,
         equal=equal,
         differences=differences,
@@ -107,7 +107,7 @@ class Diff:
     first: VersionId
     second: VersionId
     equal: int
-    differences: list[Difference]
+    differences: list[TensorDifference]
 
 
 def diff(reader: ChannelReader, first: int | None, second: int | None) -> Diff:
@@ -123,7 +123,7 @@ def diff(reader: ChannelReader, first: int | None, second: int | None) -> Diff:
     bits = {name: bits_of(tensor).reshape(-1).copy() for name, tensor in replica.state_dict().items()}
     replica.sync(second)
     assert replica.identity is not None
-    found = list[Difference]()
+    found = list[TensorDifference]()
     for done, (name, tensor) in enumerate(replica.state_dict().items(), start=1):
         difference = _difference(reader.specs[name], bits[name], bits_of(tensor).reshape(-1))
         found += [] if difference is None else [difference]
@@ -131,32 +131,34 @@ def diff(reader: ChannelReader, first: int | None, second: int | None) -> Diff:
     return Diff(first=one, second=replica.identity, equal=len(bits) - len(found), differences=found)
 
 
-def _by_digest(replica: Replica, digests: Mapping[str, str]) -> Iterator[Difference | None]:
+def _by_digest(replica: Replica, digests: Mapping[str, str]) -> Iterator[TensorDifference | None]:
     for name, tensor in replica.state_dict().items():
         if name in digests:
             is_same = sha256_hex(bits_of(tensor).data) == digests[name]
-            yield None if is_same else Difference(tensor=name, problem="The sha256 of its bits differs.")
+            yield (
+                None if is_same else TensorDifference(tensor=name, problem="The sha256 of its bits differs.")
+            )
 
 
 def _by_bits(
     replica: Replica, held: checkpoint.Checkpoint, specs: Mapping[str, TensorSpec]
-) -> Iterator[Difference | None]:
+) -> Iterator[TensorDifference | None]:
     for name, tensor in replica.state_dict().items():
         if name in held.files:
             try:
                 ((_, bits_N),) = held.read({name: specs[name]})
             except ModelMismatchError as error:
-                yield Difference(tensor=name, problem=str(error))
+                yield TensorDifference(tensor=name, problem=str(error))
             else:
                 yield _difference(specs[name], bits_of(tensor).reshape(-1), bits_N.reshape(-1))
 
 
-def _difference(spec: TensorSpec, expected_N: np.ndarray, found_N: np.ndarray) -> Difference | None:
+def _difference(spec: TensorSpec, expected_N: np.ndarray, found_N: np.ndarray) -> TensorDifference | None:
     at_K = np.flatnonzero(expected_N != found_N)
     if not at_K.size:
         return None
     first, digits = int(at_K[0]), 2 * expected_N.itemsize
-    return Difference(
+    return TensorDifference(
         tensor=spec.name,
         problem=f"{at_K.size:,} of {expected_N.size:,} elements differ.",
         index=[int(axis) for axis in np.unravel_index(first, spec.shape)],

@@ -30,6 +30,7 @@ __all__ = [
     "Part",
     "WithDraft",
     "calls",
+    "constraint",
     "derived",
     "engine",
     "follow",
@@ -46,7 +47,6 @@ __all__ = [
     "shard",
     "shards",
     "startup",
-    "wanted",
 ]
 
 

@@ -100,13 +100,13 @@ def number_of(name: str) -> int | None:
     return int(number) if number.isdecimal() else None
 
 
-class Places:
+class ParameterAddresses:
     """The addresses of a model's parameters and buffers, so that a replaced one is noticed before the next
     step.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._places: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = [
+        self._addresses: list[tuple[dict[str, Any], str, torch.Tensor, torch.Tensor, int]] = [
             (held, name, tensor, tensor.data, tensor.data_ptr())
             for module in model.modules()
             for held in (module._parameters, module._buffers)
@@ -117,7 +117,7 @@ class Places:
     def put_back(self) -> list[str]:
         """Put tensors back that were replaced, or whose memory was. Returns their names."""
         replaced = []
-        for held, name, tensor, data, address in self._places:
+        for held, name, tensor, data, address in self._addresses:
             if held.get(name) is not tensor or tensor.data_ptr() != address:
                 held[name] = tensor
                 tensor.data = data

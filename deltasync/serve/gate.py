@@ -270,7 +270,7 @@ def segment(tensor: torch.Tensor) -> Segment:
     return Segment(live.view(int_view(live[:0]).dtype), strides, 0)
 
 
-class _Call:
+class _GatedCall:
     """A forward call or a `hold()` that runs in a gate.
 
     Attributes:
@@ -283,7 +283,7 @@ class _Call:
         self.gate, self.holds, self.others, self.is_open = gate, holds, others, True
 
 
-_calls: contextvars.ContextVar[tuple[_Call, ...]] = contextvars.ContextVar("deltasync_calls", default=())
+_calls: contextvars.ContextVar[tuple[_GatedCall, ...]] = contextvars.ContextVar("deltasync_calls", default=())
 """The calls of this thread, or asyncio task, and of those that copied its context. Some may have ended
 elsewhere.
 """
@@ -301,7 +301,7 @@ class Gate:
     def __init__(self) -> None:
         self._home = Home("followed module")
         self._changed = threading.Condition()
-        self._inside: set[_Call] = set()
+        self._inside: set[_GatedCall] = set()
         self._closed = False  # a commit waits or runs
         self.problem: str | None = None  # why no forward call may begin
         # whether the weights are where they were mapped; asked as calls begin
@@ -338,7 +338,7 @@ class Gate:
                 self._changed.wait_for(lambda: self.problem is None and self._may_enter(holds), wait_s)
             if self.problem is not None:
                 raise ApplyError(self.problem)
-            call = _Call(self, holds, around[0].others if around else {*threading.enumerate()})
+            call = _GatedCall(self, holds, around[0].others if around else {*threading.enumerate()})
             self._inside.add(call)
         try:
             _calls.set((*mine, call))

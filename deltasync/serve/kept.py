@@ -142,7 +142,7 @@ class _Views:
 
 
 class _Scan:
-    """What `Kept` has found while calls ran, and what tells whether they have changed it since.
+    """What `KeptValues` has found while calls ran, and what tells whether they have changed it since.
 
     Attributes:
         dropped: Kept values to drop, by the position of their unit.
@@ -152,7 +152,7 @@ class _Scan:
         tensors: Those in them, with the positions of their units and what changes when they are written.
     """
 
-    def __init__(self, units: list[_Unit], known: _Known, shapes: set[tuple[int, ...]]) -> None:
+    def __init__(self, units: list[_Unit], known: _ModuleParts, shapes: set[tuple[int, ...]]) -> None:
         self.units, self.known, self.shapes = units, known, shapes
         self.dropped: dict[int, _Dropped] = {}
         self.hooks: list[tuple[torch.nn.Module, Any]] = []
@@ -164,7 +164,7 @@ class _Scan:
         return self.values.changed() | {at for at, tensor, mark in self.tensors if _mark(tensor) != mark}
 
 
-class Kept:
+class KeptValues:
     """The values of a module outside of its weights, compared with those of when it began to follow.
 
     Args:
@@ -375,7 +375,7 @@ class Kept:
             if id(vars(unit.owner)) not in self._holders:
                 self._note_unit(unit, known)
 
-    def _note_unit(self, unit: _Unit, known: _Known) -> None:
+    def _note_unit(self, unit: _Unit, known: _ModuleParts) -> None:
         held = vars(unit.owner)
         self._holders[id(held)] = held
         if isinstance(unit.owner, torch.nn.Module):
@@ -388,9 +388,9 @@ class Kept:
             plain = copy.copy(value) if not tensors and isinstance(value, dict | list | set) else value
             self._was[slot.key] = _Was(value, tensors, [*map(_mark, tensors)], plain)
 
-    def _known(self, weights: Mapping[str, torch.Tensor]) -> _Known:
+    def _known(self, weights: Mapping[str, torch.Tensor]) -> _ModuleParts:
         storages = {*map(_storage, weights.values())} - {0}
-        return _Known({id(module) for module in self._module.modules()}, storages)
+        return _ModuleParts({id(module) for module in self._module.modules()}, storages)
 
     def _weights(self) -> dict[str, torch.Tensor]:
         """Return parameters and persistent buffers, by all their names."""
@@ -476,7 +476,7 @@ def _restore(slot: _Slot, plain: Any) -> None:
         slot.held[slot.name] = plain
 
 
-class _Known(NamedTuple):
+class _ModuleParts(NamedTuple):
     """The identities of a module and its parts, and where its weights lie."""
 
     modules: Set[int]
@@ -488,7 +488,7 @@ def _shapes(weights: Mapping[str, torch.Tensor]) -> set[tuple[int, ...]]:
 
 
 def _tensors(
-    value: Any, known: _Known, watch: Callable[[Collection[Any]], object] = id
+    value: Any, known: _ModuleParts, watch: Callable[[Collection[Any]], object] = id
 ) -> list[torch.Tensor]:
     """Return the tensors that a value holds and that may be made of weights, without views of the weights
     themselves.

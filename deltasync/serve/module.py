@@ -36,7 +36,7 @@ from deltasync.following.target import Identify
 from deltasync.following.weights import StagedVersion
 from deltasync.serve.gate import Gate, GatedTarget, Mapped, Names, Part, check_memory, plain_name, reclassed
 from deltasync.serve.heartbeats import HeartbeatWriter
-from deltasync.serve.kept import Kept
+from deltasync.serve.kept import KeptValues
 from deltasync.stores import Store
 
 _WAIT_S = 5.0  # from when on a commit that waits for forward calls is reported
@@ -174,7 +174,7 @@ class ModuleTarget(GatedTarget):
 
     def __init__(self, module: torch.nn.Module, reader: ChannelReader, names: Names, gate: Gate) -> None:
         super().__init__(module, reader, names, gate)
-        self._kept = Kept(module, self._is_own)
+        self._kept = KeptValues(module, self._is_own)
         self._mine = [*self._followed().values()]
         # those as a version was staged, if they were in place
         self._staged: dict[str, torch.Tensor] | None = None
@@ -585,5 +585,5 @@ def _adapter(
         return ModuleTarget, _gating
     if "mlx" in {kind.__module__.partition(".")[0] for kind in type(module).__mro__}:
         adapter = importlib.import_module("mlx_plugin.module")
-        return adapter.ModuleTarget, adapter.gating
+        return adapter.MlxTarget, adapter.gating
     raise ConfigError(f"follow() takes a torch.nn.Module or an mlx.nn.Module, not {module!r:.100}.")

@@ -18,9 +18,9 @@ from deltasync.channel.documents import sha256_hex
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.serve import startup
+from deltasync.serve.constraint import ReplyGuard, VersionConstraint, wait_until_met
 from deltasync.serve.module import ModuleReplica
 from deltasync.serve.requests import token_matches
-from deltasync.serve.wanted import Held, Wanted, reach
 
 VERSIONS_HEADER = "x-deltasync-versions"
 """The least and the greatest version that were live while a reply was made: `7..9`."""
@@ -57,14 +57,14 @@ def version_headers(made_by: Iterable[int | None]) -> dict[str, str]:
     return headers if spans is None else headers | {SPANS_HEADER: spans}
 
 
-async def reached(following: ModuleReplica, wanted: Wanted) -> Wanted:
-    """Wait until a followed module is a demanded version, as `wanted.reach`. Raises AckTimeoutError."""
-    return await reach(following._follow, wanted)
+async def reached(following: ModuleReplica, wanted: VersionConstraint) -> VersionConstraint:
+    """Wait until a followed module is a demanded version, as `constraint.wait_until_met`. Raises AckTimeoutError."""
+    return await wait_until_met(following._follow, wanted)
 
 
-def held(following: ModuleReplica, wanted: Wanted | None) -> Held:
+def held(following: ModuleReplica, wanted: VersionConstraint | None) -> ReplyGuard:
     """Return what tells whether a reply that begins now is made by what its request demands."""
-    return Held(following._follow, wanted)
+    return ReplyGuard(following._follow, wanted)
 
 
 def answer(

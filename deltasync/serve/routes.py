@@ -33,9 +33,9 @@ from deltasync.config import ReplicaSettings, parse_pin, pin_text
 from deltasync.errors import ApplyError, ConfigError, DeltaSyncError, MissingVersionError
 from deltasync.following.loop import Follow
 from deltasync.serve import calls
+from deltasync.serve.constraint import VersionConstraint, require_version, wait, wait_until_met
 from deltasync.serve.engine import Failure, parse
 from deltasync.serve.requests import PinTo, Refused, Sync, WeightUpdate, body_of, stranger, token_matches
-from deltasync.serve.wanted import Wanted, demanding, reach, wait
 from deltasync.threads import Workers
 
 _T = TypeVar("_T")
@@ -86,7 +86,7 @@ class Routes:
         router.add_api_route("/deltasync/status", self._status_asked, response_model=None)
         router.add_api_route("/deltasync/ready", self._ready_asked, response_model=None)
         app.include_router(router)
-        app.add_middleware(demanding, reach=self.demand)
+        app.add_middleware(require_version, wait_until_met=self.demand)
 
         @app.exception_handler(Refused)
         async def refused(request: Request, error: Refused) -> Response:
@@ -205,11 +205,11 @@ class Routes:
         return await self.sync(timeout_s)
 
     async def reach(self, version: int | None, exact: bool, timeout_s: float) -> int | None:
-        """Wait for a version, as `wanted.reach`. Returns its number."""
-        return (await reach(self.follow(), Wanted(version, exact, timeout_s))).version
+        """Wait for a version, as `constraint.wait_until_met`. Returns its number."""
+        return (await wait_until_met(self.follow(), VersionConstraint(version, exact, timeout_s))).version
 
-    async def demand(self, wanted: Wanted) -> Wanted:
-        """Wait for a version that a request demands, as `wanted.demanding` has it. Raises AckTimeoutError."""
+    async def demand(self, wanted: VersionConstraint) -> VersionConstraint:
+        """Wait for a version that a request demands, as `constraint.require_version` has it. Raises AckTimeoutError."""
         return msgspec.structs.replace(
             wanted, version=await self.call("reach", *msgspec.structs.astuple(wanted))
         )

@@ -37,7 +37,7 @@ from deltasync.following.weights import LiveWeights, StagedVersion
 from deltasync.live import LiveMemory, Prints, Segment
 from deltasync.serve import derived, load_plan, proof
 from deltasync.serve.draft import DRAFT, WithDraft
-from deltasync.serve.engine import Handed, Places, Working
+from deltasync.serve.engine import Handed, ParameterAddresses, Working
 from deltasync.tensors import Region, TensorSpec
 from deltasync.tensors.bits import bits_of
 from deltasync.threads import Workers
@@ -64,7 +64,7 @@ CALLS = BACKGROUND | {
 _ASLEEP_TOO = frozenset({"undo", "settle", "identified"})  # these touch no weights then
 
 
-class Found(msgspec.Struct):
+class LoadProof(msgspec.Struct):
     """The proof of a load plan.
 
     Attributes:
@@ -113,7 +113,7 @@ class Engine(ABC):
     Attributes:
         loader: How the engine loads its models.
         model: The model, as it was loaded.
-        is_complete: As `Found.is_complete`.
+        is_complete: As `LoadProof.is_complete`.
         has_logits: Whether it generates, so that it computes with a head.
         dtype: The dtype that it computes with, as the channel's table has it; None if that is not known.
         log: Where the shard logs.
@@ -203,10 +203,10 @@ class Shard:
         self._device = next((each.device for each in engine.model.parameters()), torch.device("cpu"))
         self._in_use = threading.Lock()  # held while another thread than the engine's reads the weights
         self._plan: load_plan.LoadPlan | None = None
-        self._found: Found | None = None
+        self._found: LoadProof | None = None
         self._unproven: set[str] = set()
         self._others: dict[str, TensorSpec] = {}  # of the checkpoint, which the channel lacks
-        self._places: Places | None = None
+        self._addresses: ParameterAddresses | None = None
         self._weights: LiveWeights | None = None
         self._staged: StagedVersion | None = None
         self._committed: StagedVersion | None = None
@@ -277,7 +277,7 @@ class Shard:
 
     # In the background, while the engine computes
 
-    def verify(self) -> Found:
+    def verify(self) -> LoadProof:
         """Compare the weights with the checkpoint through the load plan, bit by bit.
 
         Raises:
@@ -297,7 +297,7 @@ class Shard:
             if isinstance(model, WithDraft):
                 model = model.model
             ties = proof.ties(recorded, specs, model, has_logits=self.engine.has_logits)
-            self._found = Found(
+            self._found = LoadProof(
                 regions, recorded.reasons, self.engine.is_complete, ties, self._unproven, self.engine.draft
             )
         return self._found
@@ -383,7 +383,7 @@ class Shard:
             found = proof.misfits(specs, engine.checkpoint())
             raise ModelMismatchError(f"{'; '.join(found[:5])}. {error}" if found else str(error)) from error
         # together: commits go to where these places are
-        self._plan, self._places = recorded, Places(engine.model)
+        self._plan, self._addresses = recorded, ParameterAddresses(engine.model)
 
     def prove(self) -> list[str]:
         """Make sure that the engine makes again what it derives from weights. Changes live memory and
@@ -533,7 +533,7 @@ class Shard:
         """Put parameters and buffers of the model back if something replaced them, or their memory, since the
         last step.
         """
-        for name in self._places.put_back() if self._places is not None else ():
+        for name in self._addresses.put_back() if self._addresses is not None else ():
             self._unsettle()
             self.engine.log.error(
                 "deltasync: something replaced %s in a model that follows a channel; it was put back", name

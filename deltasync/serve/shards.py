@@ -3,7 +3,7 @@
     stage -> (poll) -> pause, commit, announce, resume      in one call of all processes, or two
 
 `ShardsTarget` puts the shards together: it calls a method of each, adds up what they found, and raises the
-gravest error that one of them met. An engine brings a `Client`, which reaches its processes, and a `Shard` in
+gravest error that one of them met. An engine brings an `EngineClient`, which reaches its processes, and a `Shard` in
 each of them (`deltasync.serve.shard`). The shards get the records that the follow loop has read, so all of
 them take the same chain, and a small version costs one request. They stage while the engine computes; the
 pause covers the commit only. If a commit leaves unknown bits, the engine is held until an audit identifies
@@ -44,7 +44,7 @@ from deltasync.following.target import Identify
 from deltasync.live import Prints, Union, assemble
 from deltasync.serve import proof
 from deltasync.serve.engine import Answer, Failure, handed, is_safe, parse, succeeded, unique_name
-from deltasync.serve.shard import Audit, Done, Found
+from deltasync.serve.shard import Audit, Done, LoadProof
 
 if TYPE_CHECKING:
     from deltasync.serve.metrics import Metrics
@@ -58,10 +58,10 @@ _POLL_S = (0.002, 0.05)
 _SURE_S = 10.0
 
 
-describe(Found, Audit, Done)
+describe(LoadProof, Audit, Done)
 
 
-class Client:
+class EngineClient:
     """Calls the processes of an engine. This one is for an engine that computes nothing while the follow loop
     steps.
 
@@ -136,7 +136,7 @@ class ShardsTarget:
 
     def __init__(
         self,
-        client: Client,
+        client: EngineClient,
         reader: ChannelReader,
         settings: ReplicaSettings,
         metrics: Metrics,
@@ -160,7 +160,7 @@ class ShardsTarget:
 
     @property
     def held(self) -> bool:
-        """As `Client.held`."""
+        """As `EngineClient.held`."""
         return self.client.held
 
     # Calls of all shards
@@ -211,7 +211,7 @@ class ShardsTarget:
         Raises:
             ModelMismatchError: the shards do not hold every tensor in places that can be updated.
         """
-        found, specs = self._every(Found, "verify"), self.reader.specs
+        found, specs = self._every(LoadProof, "verify"), self.reader.specs
         reloaded = {name: why for each in found for name, why in each.reloaded.items()}
         nowhere = proof.check_coverage(specs, [each.regions for each in found], reloaded)
         ties = {name: other for each in found for name, other in each.ties.items() if name in nowhere}

@@ -31,7 +31,7 @@ from deltasync.serve.gate import plain_name
 from deltasync.serve.metrics import Metrics
 from deltasync.serve.module import ModuleTarget
 from deltasync.serve.shard import Engine, Shard
-from deltasync.serve.shards import Client, ShardsTarget
+from deltasync.serve.shards import EngineClient, ShardsTarget
 from tests.contract.array_target import ArrayTarget
 from tests.contract.target_contract import NAME, SHAPE, Bench, TargetContract
 from tests.faults import FaultyStore
@@ -137,7 +137,7 @@ class Shards(InMemory):
             ]
             return [answer(each) for each in calls]
 
-        client = Client(call, self.announced.append)
+        client = EngineClient(call, self.announced.append)
         return ShardsTarget(client, self.reader, settings, Metrics(CollectorRegistry()))
 
     def live(self) -> dict[str, torch.Tensor]:
@@ -196,8 +196,7 @@ class TestMlx(TargetContract):
         mx = pytest.importorskip("mlx.core", reason="needs MLX: make test-mlx")
         from mlx import nn
 
-        from mlx_plugin.module import ModuleTarget as MlxTarget
-        from mlx_plugin.module import bits
+        from mlx_plugin.module import MlxTarget, bits
 
         class Mlx(InMemory):
             module: nn.Module | None = None

@@ -48,7 +48,7 @@ from deltasync.errors import CorruptDataError, DeltaSyncError, printable
 from deltasync.following import Replica
 from deltasync.opening import checkpoint
 from deltasync.ops.cli import watch
-from deltasync.ops.dashboard import Observer, Snapshot, page
+from deltasync.ops.dashboard import ChannelObserver, ChannelSnapshot, page
 from deltasync.serve import heartbeat
 from deltasync.stores import Store
 from deltasync.stores.base import check_key
@@ -287,8 +287,8 @@ def dashboard(data: bytes) -> None:
     parts = containers.unbundle(data)
     if not parts:
         return
-    observer = Observer(_holding(seal(parts)), last=4, heat=3)
-    before: Snapshot | None = None
+    observer = ChannelObserver(_holding(seal(parts)), last=4, heat=3)
+    before: ChannelSnapshot | None = None
     for _ in range(2):
         found = observer.snapshot()
         with contextlib.suppress(DeltaSyncError):

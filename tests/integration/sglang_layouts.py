@@ -36,7 +36,7 @@ from deltasync.following import Follow
 from deltasync.serve.engine import answer, open_reader
 from deltasync.serve.metrics import Metrics
 from deltasync.serve.shard import Shard
-from deltasync.serve.shards import Client, ShardsTarget
+from deltasync.serve.shards import EngineClient, ShardsTarget
 from sglang_plugin.model import ModelEngine, note_loads
 from tests.integration.layouts import CASES, follow
 
@@ -76,7 +76,7 @@ def engine(
     def call(method: str, *arguments: Any) -> list[Any]:
         return [answer(shard.record if method == "deltasync_open" else lambda: shard.call(*arguments))]
 
-    target = ShardsTarget(Client(call), shard.reader, settings, Metrics(CollectorRegistry()))
+    target = ShardsTarget(EngineClient(call), shard.reader, settings, Metrics(CollectorRegistry()))
     following = Follow(shard.reader, target, settings)
 
     def caught_up() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 import deltasync
-from deltasync.ops.dashboard import Snapshot, page
+from deltasync.ops.dashboard import ChannelSnapshot, page
 from deltasync.ops.dashboard.observe import CompactionRow, LagRow, ReplicaRow, VersionRow
 from tests.browser import browse, needs_browser
 
@@ -41,7 +41,7 @@ addEventListener("message", event => {
 </script>"""
 
 
-def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
+def snapshot(count: int, replicas: int = 0, first: int = 1) -> ChannelSnapshot:
     """`count` versions of a large model, the newest long after the one before the last; every third replica
     behind.
     """
@@ -98,7 +98,7 @@ def snapshot(count: int, replicas: int = 0, first: int = 1) -> Snapshot:
         LagRow(time_s=NOW_S - 200 + i, replica_id=f"gpu-{i % 5}", version=newest, lag_s=0.1 * (i % 13))
         for i in range(replicas)
     ]
-    return Snapshot(
+    return ChannelSnapshot(
         url="s3://a-bucket-with-a-long-name/and/a/prefix/run-2026-11-23",
         time_s=NOW_S + 3,
         run_id="113b2bf3f5250123",
@@ -158,7 +158,7 @@ def _examined(document: str, report: str) -> str:
 def cases() -> dict[str, str]:
     """Pages by name."""
     shown = {
-        "nothing": Snapshot(url="s3://bucket/run", time_s=NOW_S),
+        "nothing": ChannelSnapshot(url="s3://bucket/run", time_s=NOW_S),
         "1": snapshot(1, 1),
         "60": snapshot(60, 6, first=16),
         "5000": snapshot(5000, 50),

@@ -39,7 +39,7 @@ from tests.integration.layouts import CASES, follow
 from tests.integration.vllm_server import save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.load.layers import keep_weights_addressable, note_models
-from deltasync.serve.shards import Client, ShardsTarget
+from deltasync.serve.shards import EngineClient, ShardsTarget
 from vllm_plugin.pauses import open_follow
 
 
@@ -72,7 +72,7 @@ def laying_out(experts: str) -> contextlib.AbstractContextManager[object]:
     )
 
 
-def client(config: VllmConfig, model: torch.nn.Module, drafter: EagleProposer | None) -> Client:
+def client(config: VllmConfig, model: torch.nn.Module, drafter: EagleProposer | None) -> EngineClient:
     """One worker in this process."""
     worker = DeltaSyncWorkerExtension()
     worker.model_runner = SimpleNamespace(
@@ -80,7 +80,7 @@ def client(config: VllmConfig, model: torch.nn.Module, drafter: EagleProposer | 
         drafter=drafter,
         **{name: getattr(config, name) for name in ("model_config", "load_config", "speculative_config")},
     )
-    return Client(lambda method, *args: [getattr(worker, method)(*args)])
+    return EngineClient(lambda method, *args: [getattr(worker, method)(*args)])
 
 
 def caught_up(following: Follow) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from deltasync.config import Retention
 from deltasync.errors import ConfigError, NotPublishedError, TransientStoreError
 from deltasync.ops import KeepPolicy
 from deltasync.ops.cli import watch
-from deltasync.ops.dashboard import Observer, PageServer, page
+from deltasync.ops.dashboard import ChannelObserver, PageServer, page
 from deltasync.ops.heat import layer_of
 from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat
@@ -120,7 +120,7 @@ def test_versions_and_compactions_are_those_of_the_documents(
 ) -> None:
     publish(publisher, weights, 9)
     publisher.close()
-    found = Observer(store).refresh()
+    found = ChannelObserver(store).refresh()
     documents = records(store)
     assert (found.newest_version, found.forgotten, found.unread, found.run_id) == (9, 0, 0, publisher.run_id)
     assert (found.head_sha256, [row.version for row in found.versions]) == (
@@ -164,7 +164,7 @@ def test_heat_is_what_payloads_say_though_only_headers_are_read(
                     counts[layer_of(name)] += changed
             expected[version] = list(counts.values())
     monkeypatch.setattr("deltasync.opening.ranges._HEADER_BYTES", 200)  # shorter than a header
-    observer = Observer(store, heat=4)
+    observer = ChannelObserver(store, heat=4)
     observer.refresh()
     assert ranges(store) == 0
     assert observer.read_headers(3) == 1
@@ -194,7 +194,7 @@ def test_a_look_reads_what_is_new_only(
 ) -> None:
     publish(publisher, weights, 4)
     settle(publisher, store)
-    observer = Observer(store, last=3)
+    observer = ChannelObserver(store, last=3)
     assert [row.version for row in observer.refresh().versions] == [2, 3, 4]
     assert observer.snapshot().unread == 1
     store.calls.clear()
@@ -222,7 +222,7 @@ def test_what_is_forgotten_meanwhile(
     monkeypatch.setattr("deltasync.ops.dashboard.observe._LIST_EVERY_S", 0.0)
     publish(publisher, weights, 9)
     publisher.close()
-    observer = Observer(store)
+    observer = ChannelObserver(store)
     before = observer.refresh()
     ops.gc(ChannelReader(store.inner), KeepPolicy(last=2), grace_s=0)
     found = observer.refresh()
@@ -244,7 +244,7 @@ def test_replicas_by_their_heartbeats(
     beat(store, run, "stopped", 2, "stopped")
     beat(store, run, "pinned", 1, pin="1")
     beat(store, "another", "elsewhere", 5)
-    observer = Observer(store)
+    observer = ChannelObserver(store)
     rows = {row.replica_id: row for row in observer.refresh().replicas}
     assert {name: (row.behind, row.live) for name, row in rows.items()} == {
         "ahead": (0, True),
@@ -269,7 +269,7 @@ def test_lag_is_known_for_what_happened_while_somebody_looked(
 ) -> None:
     publish(publisher, weights, 3)
     run = publisher.run_id
-    observer = Observer(store)
+    observer = ChannelObserver(store)
     created = {row.version: row.created_s for row in observer.refresh().versions}
     beat(store, run, "a", 1, stored_s=created[3] + 0.001)
     assert observer.refresh().lags == []  # it may have served it for long
@@ -291,7 +291,7 @@ def test_to_catch_up_and_to_go_back_are_no_lag(
     publish(publisher, weights, 4)
     settle(publisher, store)
     run, late_s = publisher.run_id, time.time() + 5810
-    observer = Observer(store)
+    observer = ChannelObserver(store)
     for version, state in (
         (None, "waiting"),
         (2, "serving"),
@@ -320,7 +320,7 @@ def test_damage_is_told_and_the_rest_shown(
     slots = {slot.version: slot.key for slot, _ in ChannelReader(store.inner).slots()}
     store.tamper(slots[2], lambda data: data[:-20])
     store.inner.put(keys.replica("odd"), b"{")
-    observer = Observer(store, heat=9)
+    observer = ChannelObserver(store, heat=9)
     assert [row.version for row in observer.refresh().versions] == [1, 3, 4]
     store.tamper(slots[3], lambda data: b"\xff" * len(data))
     store.tamper(slots[4], lambda data: data.replace(b".2.counts", b".2.chants"))
@@ -346,7 +346,7 @@ def test_an_anchor_that_is_announced_later_and_a_version_of_another_epoch(
 ) -> None:
     monkeypatch.setattr("deltasync.ops.dashboard.observe._LIST_EVERY_S", 0.0)
     channel, versions = filled(store.inner, states_of(50, 5))
-    observer = Observer(store)
+    observer = ChannelObserver(store)
     before = observer.refresh()
     channel.announce(versions[3])
     channel.epoch, channel.tip = keys.new_epoch(2), versions[2]  # after a restored backup, say
@@ -370,7 +370,7 @@ def test_nothing_is_published_and_the_store_is_away(
     memory_url: str, weights: dict[str, torch.Tensor]
 ) -> None:
     store = FaultyStore(open_store(memory_url))
-    observer = Observer(store)
+    observer = ChannelObserver(store)
     assert observer.refresh().newest_version is None
     with Publisher(memory_url) as publisher:
         publish(publisher, weights, 2)
@@ -386,7 +386,7 @@ def test_what_is_stored_counts_what_was_not_read_too(store: FaultyStore) -> None
     filled(store.inner, states_of(50, 6), parts=(3, 6), anchors=(4,), compactions=((2, 5),))
     payload = ("versions/", "compactions/", "announcements/", "parts/", "anchors/")
     held = sum(info.bytes for info in store.inner.list("") if info.key.startswith(payload))
-    found = Observer(store, last=2).refresh()
+    found = ChannelObserver(store, last=2).refresh()
     assert found.unread == 4
     assert found.stored_bytes == held
 
@@ -436,7 +436,7 @@ def test_watch_tells_only_what_is_new(
     publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
 ) -> None:
     publish(publisher, weights, 2)
-    observer = Observer(store)
+    observer = ChannelObserver(store)
     first = observer.refresh()
     assert list(watch.changes(first, observer.refresh())) == []
     beat(store, publisher.run_id, "a", 2)
@@ -461,7 +461,7 @@ def test_the_terminal_shows_versions_and_replicas(
     beat(store, publisher.run_id, "held", 2, pin="2")
     beat(store, publisher.run_id, "lost", 2, stored_s=time.time() - 2 * heartbeat.LIVE_S)
     console = Console(width=120, file=io.StringIO())
-    console.print(watch.screen(Observer(store).refresh()))
+    console.print(watch.screen(ChannelObserver(store).refresh()))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert f"version 5 ({records(store)[5].sha256[:12]}, step 50)" in text
     assert "serving, pinned to 2" in text and "failed" in text and "[red]it broke" in text
@@ -477,7 +477,7 @@ def test_no_name_ends_the_script(
 ) -> None:
     publish(publisher, weights, 1)
     beat(store, publisher.run_id, "a", 1, error="</script><script>alert(1)</script>")
-    document = page(Observer(store).refresh()).decode()
+    document = page(ChannelObserver(store).refresh()).decode()
     assert document.count("</script>") == page().decode().count("</script>") == 2
     data = document.partition('id="data">')[2].partition("</script>")[0]
     assert json.loads(data)["replicas"][0]["error"] == "</script><script>alert(1)</script>"
@@ -488,7 +488,7 @@ def test_the_server_answers_this_machine_only(
     publisher: Publisher, store: FaultyStore, weights: dict[str, torch.Tensor]
 ) -> None:
     publish(publisher, weights, 3)
-    with PageServer(Observer(store, heat=9), 0, 0.05) as server:
+    with PageServer(ChannelObserver(store, heat=9), 0, 0.05) as server:
         thread = threading.Thread(target=server.run)
         thread.start()
         address = urlsplit(server.url).netloc
@@ -520,7 +520,7 @@ def test_the_server_answers_this_machine_only(
             store.heal()
             wait_until(lambda: data()["error"] is None)
             with pytest.raises(ConfigError, match=r"Port \d+ on 127.0.0.1 cannot be used"):
-                PageServer(Observer(store), int(address.partition(":")[2]), 1.0)
+                PageServer(ChannelObserver(store), int(address.partition(":")[2]), 1.0)
         finally:
             server._http.shutdown()
             thread.join()

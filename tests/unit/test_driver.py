@@ -243,10 +243,10 @@ def test_workers_are_left_alone_as_long_as_nothing_happened(
         await driver.refresh()
         assert await looks() == []
         assert await looks(asked=True) == [("settled",)] * 3
-        async with driver.pauses.by_another():
+        async with driver.pauses.other_caller():
             pass
         assert await looks() == [("settled",)]
-        async with driver.pauses.by_another():
+        async with driver.pauses.other_caller():
             engine.worker._deltasync_shard.fall_asleep()
         assert await looks() == [("settled",)] * 3
         assert driver.status().state == "sleeping"

@@ -122,7 +122,7 @@ def test_it_is_afterwards_as_before(already: bool, calls: list[str]) -> None:
         for fails in (False, True):
             engine.events.clear()
             try:
-                async with pauses.alone():
+                async with pauses.exclusive():
                     for call in calls:
                         is_last = call == calls[-1] and not fails
                         await pauses.exchange_all([call], "7" if is_last else None)
@@ -189,7 +189,7 @@ def test_a_commit_waits_for_a_pause_that_is_under_way_and_keeps_the_next_one_wai
             await engine.pause_generation(mode="wait", clear_cache=True)
 
         async def commit() -> None:
-            async with pauses.alone():
+            async with pauses.exclusive():
                 await asyncio.sleep(0.02)
                 await pauses.exchange_all(["commit"], "7")
 
@@ -212,7 +212,7 @@ def test_other_calls_do_not_wait() -> None:
         engine = Engine()
         pauses = pauses_of(engine)
         await pauses.guard()
-        async with pauses.alone():
+        async with pauses.exclusive():
             await pauses.exchange_all(["commit"], None)
             assert await engine.abort() == "True"
         with pytest.raises(ConfigError, match="which names its weights"):
@@ -283,12 +283,12 @@ def test_a_commit_waits_for_replies_of_one_version_and_they_for_it() -> None:
         pauses, done = pauses_of(engine), engine.events
 
         async def reply(name: str, *, takes_s: float = 0.02) -> None:
-            async with pauses.undivided():
+            async with pauses.single_version():
                 await asyncio.sleep(takes_s)
                 done.append(name)
 
         async def commit() -> None:
-            async with pauses.alone():
+            async with pauses.exclusive():
                 await pauses.exchange_all(["commit"], "7")
 
         first = asyncio.create_task(reply("first"))
@@ -320,14 +320,14 @@ def test_a_commit_waits_for_replies_only_so_long(monkeypatch: pytest.MonkeyPatch
     async def body() -> None:
         engine = Engine()
         pauses = pauses_of(engine)
-        async with pauses.undivided():
+        async with pauses.single_version():
             with pytest.raises(StageError, match="have not ended"):
-                async with pauses.alone():
+                async with pauses.exclusive():
                     raise AssertionError
             assert not pauses.held and engine.events == []
-        async with pauses.undivided(), asyncio.timeout(1):
+        async with pauses.single_version(), asyncio.timeout(1):
             pass
-        async with pauses.alone():
+        async with pauses.exclusive():
             await pauses.exchange_all(["commit"], "7")
 
     monkeypatch.setattr("vllm_plugin.pauses._DRAIN_S", 0.01)
@@ -337,7 +337,7 @@ def test_a_commit_waits_for_replies_only_so_long(monkeypatch: pytest.MonkeyPatch
 def test_generation_stays_paused_while_nobody_knows_what_the_weights_are() -> None:
     async def commit(pauses: Pauses, error: Exception | None = None) -> None:
         try:
-            async with pauses.alone():
+            async with pauses.exclusive():
                 await pauses.exchange_all(["commit"], "7" if error is None else None)
                 if error is not None:
                     raise error
@@ -380,7 +380,7 @@ def test_a_resume_that_fails_is_tried_again_by_release(monkeypatch: pytest.Monke
         with monkeypatch.context() as patch:
             patch.setattr(pauses, "_resume_all", fail)
             with pytest.raises(RuntimeError):
-                async with pauses.alone():
+                async with pauses.exclusive():
                     await pauses.exchange_all(["commit"], None)
             assert (engine.is_off, pauses.held) == (True, True)
             with pytest.raises(RuntimeError):

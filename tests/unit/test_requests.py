@@ -23,9 +23,9 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError
 from deltasync.following import Follow, MemoryTarget
 from deltasync.serve import calls, heartbeat
+from deltasync.serve.constraint import VersionConstraint, constraint
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.routes import Routes
-from deltasync.serve.wanted import Wanted, demanded
 from tests.faults import FaultyStore
 from tests.waiting import wait_until
 
@@ -68,7 +68,7 @@ def client(
                 time.sleep(0.01)
             routes = Routes(ask=partial(calls.call, str(path)))
         routes.attach(app)
-        app.post("/generate")(lambda: {"wanted": str(demanded.get())})
+        app.post("/generate")(lambda: {"wanted": str(constraint.get())})
         with TestClient(app, headers={"authorization": f"Bearer {TOKEN}"}) as client:
             yield client
 
@@ -252,7 +252,7 @@ def test_a_reply_of_sglang_is_held_to_the_version_that_is_demanded() -> None:
     def output(*names: str) -> dict[str, Any]:
         return {"meta_info": {"weight_versions": [{"version": name} for name in names]}}
 
-    exact, later = Wanted(7, exact=True), Wanted(7, exact=False)
+    exact, later = VersionConstraint(7, exact=True), VersionConstraint(7, exact=False)
     for fitting in ({"text": ""}, {"meta_info": {}}, output("7"), [output("7"), output("7-0123")]):
         _check(exact, fitting, streams=False)
     _check(later, output("7", "8"), streams=True)

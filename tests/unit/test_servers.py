@@ -98,12 +98,12 @@ def test_what_a_call_holds_is_let_go_with_it_and_with_the_server_that_made_it() 
             (first,), (other,) = (
                 [each for each in found if bool(each.led) is leads] for leads in (True, False)
             )
-            async with other.servers.call("undivided"), other.servers.call("undivided"):
+            async with other.servers.call("single_version"), other.servers.call("undivided"):
                 assert first.held == 2
             await until(lambda: first.held == 0)
 
             async def hold() -> None:
-                async with other.servers.call("undivided"):
+                async with other.servers.call("single_version"):
                     await asyncio.Event().wait()
 
             task = asyncio.create_task(hold())

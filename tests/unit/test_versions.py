@@ -15,12 +15,12 @@ import pytest
 from starlette.types import Message, Receive, Scope, Send
 
 from deltasync.errors import AckTimeoutError, DeltaSyncError
-from deltasync.serve.wanted import Wanted, demanding
+from deltasync.serve.constraint import VersionConstraint, require_version
 from tests.unit.test_pauses import Engine as Switch
 from tests.unit.test_pauses import pauses_of
 from vllm_plugin import versions
 from vllm_plugin.pauses import Pauses
-from vllm_plugin.versions import LiveVersions, attend, replies
+from vllm_plugin.versions import LiveVersions, instrument, replies
 
 Span = tuple[str, int]
 
@@ -43,10 +43,10 @@ class Engine:
         self.pauses: Pauses | None = None
         self.closed: list[str] = []
         self.prompts: list[Any] = []
-        attend(self, self.live, lambda: self.refusal, self.undivided)
+        instrument(self, self.live, lambda: self.refusal, self.single_version)
 
-    def undivided(self) -> contextlib.AbstractAsyncContextManager[None]:
-        return contextlib.nullcontext() if self.pauses is None else self.pauses.undivided()
+    def single_version(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext() if self.pauses is None else self.pauses.single_version()
 
     async def encode(self, prompt: Any) -> AsyncGenerator[Any]:
         self.prompts.append(prompt)
@@ -76,7 +76,7 @@ class Engine:
         return output
 
 
-async def reached(wanted: Wanted) -> Wanted:
+async def reached(wanted: VersionConstraint) -> VersionConstraint:
     return wanted
 
 
@@ -85,7 +85,7 @@ def request(
     live: LiveVersions | None = None,
     kind: bytes = b"application/json",
     engine: Engine | None = None,
-    reach: Callable[[Wanted], Any] = reached,
+    reach: Callable[[VersionConstraint], Any] = reached,
     body: bytes | None = None,
     **headers: str,
 ) -> tuple[dict[str, str], bytes]:
@@ -118,8 +118,8 @@ def request(
         headers["content_type"] = "application/json"
     raw = [(name.replace("_", "-").encode(), value.encode()) for name, value in headers.items()]
     scope: Scope = {"type": "http", "path": "/any", "method": "POST", "headers": raw}
-    undivided = contextlib.nullcontext if engine is None else engine.undivided
-    asyncio.run(demanding(replies(app, live, undivided), reach)(scope, receive, send))
+    single_version = contextlib.nullcontext if engine is None else engine.single_version
+    asyncio.run(require_version(replies(app, live, single_version), reach)(scope, receive, send))
     told = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
     assert len(messages) == 2
     return told | {"status": str(messages[0]["status"])}, messages[1]["body"]
@@ -224,7 +224,7 @@ def test_one_version_makes_a_reply_of_several_pooled_requests() -> None:
         engine.pauses = pauses = pauses_of(Switch())
 
         async def commit() -> None:
-            async with pauses.alone():
+            async with pauses.exclusive():
                 engine.live.note(10)
 
         for _ in range(2):  # a score is one of a question, and then of documents
@@ -236,7 +236,7 @@ def test_one_version_makes_a_reply_of_several_pooled_requests() -> None:
     async def outside() -> None:  # of a reply, so each is one of its own
         engine.pauses = pauses = pauses_of(Switch())
         await drain(engine.encode("a"))
-        async with pauses.alone():
+        async with pauses.exclusive():
             pass
 
     assert request(body, live=engine.live)[0]["x-deltasync-versions"] == "9..9"
@@ -299,7 +299,7 @@ def test_what_names_no_version_is_refused(text: str) -> None:
 
 
 def test_a_version_that_is_not_served_in_time_is_answered_with_409() -> None:
-    async def refuse(wanted: Wanted) -> Wanted:
+    async def refuse(wanted: VersionConstraint) -> VersionConstraint:
         raise AckTimeoutError(wanted.refusal(9))
 
     engine = Engine()
@@ -357,7 +357,7 @@ def test_a_commit_waits_for_a_reply_of_one_version(text: str, seen: int, kind: b
         engine.pauses = pauses = pauses_of(Switch())
 
         async def commit() -> None:
-            async with pauses.alone():
+            async with pauses.exclusive():
                 engine.live.note(10)
 
         outputs = engine.generate("", "cmpl-0", [("9", 2)])

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.signing import Signer
     from deltasync.errors import DeltaSyncError
-    from deltasync.ops import Comparison, RetentionPlan
+    from deltasync.ops import ChannelComparison, RetentionPlan
     from deltasync.ops.doctor import Finding
 
 _COUNT = click.IntRange(min=1)
@@ -101,7 +101,7 @@ def check(
     sys.exit(report.exit_code)
 
 
-def _show_comparison(place: str, found: Comparison, as_json: bool) -> int:
+def _show_comparison(place: str, found: ChannelComparison, as_json: bool) -> int:
     """Print the result of a comparison, and return the exit code."""
     if as_json:
         echo_json(dataclasses.asdict(found), indent=2)

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from deltasync.channel.reading import ChannelReader
-    from deltasync.ops.dashboard import Snapshot
+    from deltasync.ops.dashboard import ChannelSnapshot
 
 _SHOWN = 12
 _BARS = "▁▂▃▄▅▆▇█"
@@ -82,13 +82,13 @@ def watch(
 
     from deltasync import ops
     from deltasync.errors import DeltaSyncError
-    from deltasync.ops.dashboard import Observer
+    from deltasync.ops.dashboard import ChannelObserver
 
     if once:
         ops.described(reader)  # raises if there is none: the URL is probably wrong
-    observer = Observer(reader.store, last=last or 100, trusted_keys=reader.trusted)
+    observer = ChannelObserver(reader.store, last=last or 100, trusted_keys=reader.trusted)
     lines = as_json or not sys.stdout.isatty()
-    before: Snapshot | None = None
+    before: ChannelSnapshot | None = None
     moved_s = time.monotonic()
     with contextlib.nullcontext() if lines else Live(console=Console(), auto_refresh=False) as live:
         while True:
@@ -115,7 +115,7 @@ def watch(
             time.sleep(interval_s)
 
 
-def changes(before: Snapshot | None, snapshot: Snapshot) -> Iterator[dict[str, Any]]:
+def changes(before: ChannelSnapshot | None, snapshot: ChannelSnapshot) -> Iterator[dict[str, Any]]:
     """Yield the changes since the previous snapshot, oldest first; everything if it is None."""
     if before is None and snapshot.newest_version is None:
         yield {"event": "waiting", "channel": snapshot.url}
@@ -133,7 +133,7 @@ def changes(before: Snapshot | None, snapshot: Snapshot) -> Iterator[dict[str, A
         }
 
 
-def _events(snapshot: Snapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+def _events(snapshot: ChannelSnapshot) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
     """Yield (key, event) pairs. An event is new if the previous snapshot has no event with this key."""
     for row in snapshot.versions:
         fraction = None if row.changed is None else row.changed / max(snapshot.element_count, 1)
@@ -210,7 +210,7 @@ def _replica(change: dict[str, Any]) -> str:
     return "".join(parts)
 
 
-def screen(snapshot: Snapshot) -> RenderableType:
+def screen(snapshot: ChannelSnapshot) -> RenderableType:
     """Return the whole snapshot for a terminal."""
     from rich.console import Group
 
@@ -227,7 +227,7 @@ def screen(snapshot: Snapshot) -> RenderableType:
     return Group(*parts)
 
 
-def _summary(snapshot: Snapshot) -> str:
+def _summary(snapshot: ChannelSnapshot) -> str:
     newest = ""
     if snapshot.versions:
         head = snapshot.versions[-1]
@@ -242,7 +242,7 @@ def _summary(snapshot: Snapshot) -> str:
     return f"{newest}; {counts}{gone}; model {size_of(snapshot.full_bytes)}, {size_of(snapshot.stored_bytes)} stored"
 
 
-def _versions(snapshot: Snapshot) -> RenderableType:
+def _versions(snapshot: ChannelSnapshot) -> RenderableType:
     columns = ("version", "digest", "step", "age", "changed", "delta", "anchor", "compactions from")
     deltas = [row.delta_bytes or 0 for row in snapshot.versions[-60:]]
     shown = table(
@@ -266,7 +266,7 @@ def _versions(snapshot: Snapshot) -> RenderableType:
     return shown
 
 
-def _replicas(snapshot: Snapshot) -> RenderableType:
+def _replicas(snapshot: ChannelSnapshot) -> RenderableType:
     if not snapshot.replicas:
         return cell("No replica has reported.", "yellow")
     names, numbers = ("replica", "state"), ("version", "behind", "lag", "heard")
@@ -306,9 +306,9 @@ def duration(seconds: float) -> str:
 def _show_page(
     reader: ChannelReader, out: Path | None, port: int, interval_s: float, last: int, heat: int
 ) -> None:
-    from deltasync.ops.dashboard import Observer, PageServer, page
+    from deltasync.ops.dashboard import ChannelObserver, PageServer, page
 
-    observer = Observer(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)
+    observer = ChannelObserver(reader.store, last=last, heat=heat, trusted_keys=reader.trusted)
     if out is not None:
         reader.channel()  # raises if there is none: the URL is probably wrong
         with_bars(observer.refresh)

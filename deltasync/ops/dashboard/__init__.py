@@ -1,4 +1,4 @@
-"""Show a run; only its channel is needed. `Observer` reads it, the page and `deltasync watch` show its
+"""Show a run; only its channel is needed. `ChannelObserver` reads it, the page and `deltasync watch` show its
 snapshots.
 
 An observer reads documents, heartbeats and the headers of delta payloads, and writes nothing but a probe
@@ -7,7 +7,7 @@ An observer reads documents, heartbeats and the headers of delta payloads, and w
 
 from __future__ import annotations
 
-from deltasync.ops.dashboard.observe import Observer, Snapshot
+from deltasync.ops.dashboard.observe import ChannelObserver, ChannelSnapshot
 from deltasync.ops.dashboard.serve import PageServer, page
 
-__all__ = ["Observer", "PageServer", "Snapshot", "page"]
+__all__ = ["ChannelObserver", "ChannelSnapshot", "PageServer", "page"]

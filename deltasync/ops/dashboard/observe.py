@@ -99,7 +99,7 @@ class LagRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Snapshot:
+class ChannelSnapshot:
     """The state of a channel. Times are seconds since the epoch. Before the first version most fields are
     empty.
     """
@@ -167,7 +167,7 @@ def compaction_row(found: Record) -> CompactionRow:
     )
 
 
-class Observer:
+class ChannelObserver:
     """Observes one channel from outside. `refresh` reads head, heartbeats and new documents, and lists now
     and then.
 
@@ -198,7 +198,7 @@ class Observer:
         self._tried: set[int] = set()
         self._layers = Counter[str]()  # number of elements by layer
 
-    def refresh(self) -> Snapshot:
+    def refresh(self) -> ChannelSnapshot:
         """Read new objects, and return a snapshot. After an error, `snapshot` still returns the earlier
         results.
         """
@@ -316,11 +316,11 @@ class Observer:
         unread = [number for number in newest if number not in self._heat and number not in self._tried]
         return [number for number in unread if self._document(number).delta is not None]
 
-    def snapshot(self, error: str | None = None) -> Snapshot:
+    def snapshot(self, error: str | None = None) -> ChannelSnapshot:
         """Return everything seen so far. `error` is the problem of the last refresh."""
         now_s = time.time()
         if not self._lineage:
-            return Snapshot(
+            return ChannelSnapshot(
                 url=self._reader.store.url, time_s=now_s, error=error, problems=list(self._problems.values())
             )
         channel = self._reader.channel()
@@ -338,7 +338,7 @@ class Observer:
             for slot in shown
         ]
         newest = rows[-1]
-        return Snapshot(
+        return ChannelSnapshot(
             url=self._reader.store.url,
             time_s=now_s,
             run_id=channel.run_id,

@@ -10,7 +10,7 @@ from typing import Self
 import msgspec
 
 from deltasync.errors import ConfigError, DeltaSyncError, get_logger, printable_in
-from deltasync.ops.dashboard.observe import Observer, Snapshot
+from deltasync.ops.dashboard.observe import ChannelObserver, ChannelSnapshot
 from deltasync.threads import daemon
 
 logger = get_logger(__name__)
@@ -25,7 +25,7 @@ _POLICY = (
 )
 
 
-def page(snapshot: Snapshot | None = None) -> bytes:
+def page(snapshot: ChannelSnapshot | None = None) -> bytes:
     """Return the self-contained page. Without a snapshot, the page fetches `data.json` repeatedly."""
     folder = importlib.resources.files("deltasync.ops.dashboard")
     template = folder.joinpath("page.html").read_bytes()
@@ -45,7 +45,7 @@ class PageServer:
     Port 0 means any free port; `interval_s` is the time between two refreshes.
     """
 
-    def __init__(self, observer: Observer, port: int, interval_s: float) -> None:
+    def __init__(self, observer: ChannelObserver, port: int, interval_s: float) -> None:
         self._observer, self._interval_s = observer, interval_s
         self._stop = threading.Event()
         self.data = b"null"
@@ -82,11 +82,11 @@ class PageServer:
                 self._show(self._observer.snapshot(error=f"Unexpected {type(error).__name__}: {error}"))
             self._stop.wait(self._interval_s)
 
-    def _show(self, snapshot: Snapshot) -> None:
+    def _show(self, snapshot: ChannelSnapshot) -> None:
         self.data = _encode(snapshot)
 
 
-def _encode(snapshot: Snapshot) -> bytes:
+def _encode(snapshot: ChannelSnapshot) -> bytes:
     return msgspec.json.encode(printable_in(msgspec.to_builtins(snapshot)))
 
 

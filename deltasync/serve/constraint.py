@@ -1,14 +1,16 @@
 """The version that a request demands of a server: its headers, or fields of its JSON body, of these names.
 
-    x-deltasync-version: 7           made by version 7 alone x-deltasync-version: >=7         made by version
-    7 and later ones x-deltasync-version: >=latest    made by no version older than the channel's newest one
-    when the request came x-deltasync-timeout: 5           seconds to wait for it, 30 by default
+    x-deltasync-version: 7           made by version 7 alone
+    x-deltasync-version: >=7         made by version 7 and later ones
+    x-deltasync-version: >=latest    made by no version older than the channel's newest one when the request came
+    x-deltasync-timeout: 5           seconds to wait for it, 30 by default
 
 Header, body and repeated headers may name it together if they agree. Any other value, or one where no server
 looks (the address, a form, a WebSocket), is refused with 400. A server that cannot serve the version in time
-replies 409, and names the version that is live. `read` is the one reader of demands. `demanding` is the
-middleware that waits; an engine's adapter holds the reply to `demanded` until it has ended, and `Held` does
-so for a followed module.
+replies 409, and names the version that is live.
+
+`read` parses a request's constraint for every server. The middleware `require_version` waits until it is met.
+Then an engine's adapter, or `ReplyGuard` for a followed module, checks that the reply is made by allowed versions.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _LATEST = "latest"
 _IN_FORM = re.compile(rb"""(?:^|&|name=["']?)x-deltasync-(?:version|timeout)\b""", re.IGNORECASE)
 
 
-class Wanted(msgspec.Struct, frozen=True):
+class VersionConstraint(msgspec.Struct, frozen=True):
     """A demanded version.
 
     Attributes:
@@ -51,7 +53,7 @@ class Wanted(msgspec.Struct, frozen=True):
     timeout_s: float = _TIMEOUT_S
 
     @classmethod
-    def parse(cls, fields: Mapping[str, str]) -> Wanted | None:
+    def parse(cls, fields: Mapping[str, str]) -> VersionConstraint | None:
         """Parse the values of the two names. Returns None if no version is demanded.
 
         Raises:
@@ -87,7 +89,7 @@ class Wanted(msgspec.Struct, frozen=True):
         return f"Version {self} was asked for, and this server serves {served}. {why}".rstrip()
 
 
-demanded: ContextVar[Wanted | None] = ContextVar("deltasync_wanted", default=None)
+constraint: ContextVar[VersionConstraint | None] = ContextVar("deltasync_wanted", default=None)
 """The version that the reply that is made in this context has to be made by."""
 
 Message = MutableMapping[str, Any]
@@ -96,7 +98,7 @@ Send = Callable[[Message], Awaitable[None]]
 App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 
 
-def read(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"") -> Wanted | None:
+def read(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"") -> VersionConstraint | None:
     """Read which version a request demands, as every server does. Returns None if it demands none.
 
     Args:
@@ -132,7 +134,7 @@ def read(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"")
             raise ConfigError(
                 f"{name} is given as {given[0][:40]!r} and as {given[1][:40]!r}: give one of them."
             )
-    return Wanted.parse({name: given[0] for name, given in values.items() if given})
+    return VersionConstraint.parse({name: given[0] for name, given in values.items() if given})
 
 
 def _fields(body: bytes) -> dict[Any, Any] | None:
@@ -149,13 +151,15 @@ def _fields(body: bytes) -> dict[Any, Any] | None:
     return found if isinstance(found, dict) else {}
 
 
-def demanding(app: App, reach: Callable[[Wanted], Awaitable[Wanted]]) -> App:
+def require_version(
+    app: App, wait_until_met: Callable[[VersionConstraint], Awaitable[VersionConstraint]]
+) -> App:
     """ASGI middleware that has a request wait at its arrival for the version that it demands, and sets
-    `demanded`.
+    `constraint`.
 
     Args:
         app: The application.
-        reach: Waits, as `reach`. Raises AckTimeoutError: the reply is 409.
+        wait_until_met: As the function `wait_until_met`. Raises AckTimeoutError: the reply is 409.
     """
 
     async def call(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -181,7 +185,7 @@ def demanding(app: App, reach: Callable[[Wanted], Awaitable[Wanted]]) -> App:
         if wanted is not None:
             try:
                 async with asyncio.timeout(wanted.timeout_s + _ANSWER_S):
-                    wanted = await reach(wanted)
+                    wanted = await wait_until_met(wanted)
             except Refused as error:
                 return await reply_error(send, 503 if error.status_code >= 500 else 409, str(error))
             except DeltaSyncError as error:
@@ -190,7 +194,7 @@ def demanding(app: App, reach: Callable[[Wanted], Awaitable[Wanted]]) -> App:
                 return await reply_error(
                     send, 409, f"Version {wanted} was asked for, and this server does not answer."
                 )
-        demanded.set(wanted)
+        constraint.set(wanted)
         await app(scope, receive_again, send)
 
     return call
@@ -223,7 +227,7 @@ async def reply_error(send: Send, code: int, sentence: str) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-async def reach(follow: Follow, wanted: Wanted) -> Wanted:
+async def wait_until_met(follow: Follow, wanted: VersionConstraint) -> VersionConstraint:
     """Wait until a replica serves a demanded version. Returns what to hold the reply to: `>=latest` with its
     number.
 
@@ -248,12 +252,12 @@ async def reach(follow: Follow, wanted: Wanted) -> Wanted:
     return wanted if version is not None else msgspec.structs.replace(wanted, version=served)
 
 
-class Held:
+class ReplyGuard:
     """Holds the reply that a followed module makes to the version that its request demands. Made when the
     reply begins.
     """
 
-    def __init__(self, follow: Follow, wanted: Wanted | None) -> None:
+    def __init__(self, follow: Follow, wanted: VersionConstraint | None) -> None:
         self._follow, self._wanted = follow, wanted
         self._commits, self._first = [*follow.commits], follow.version
 
