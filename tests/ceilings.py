@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
 import json
 import re
 import tomllib
@@ -23,6 +24,7 @@ LARGE = 20
 Counts = dict[str, dict[str, int]]
 
 
+@functools.cache
 def measured() -> Counts:
     """Return what is there: tokens and classes of rooms, attributes of large classes, names, and the way of a
     version.

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import graphlib
 import importlib.util
 import json
@@ -67,12 +68,18 @@ def _modules(package: str) -> Iterator[tuple[str, Path]]:
         yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
 
 
+@functools.cache
+def _tree(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
+@functools.cache
 def _imports(path: Path) -> set[str]:
     """Full names of what a file imports anywhere in it; `from a import b` counts as `a.b` where that is a
     module.
     """
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(_tree(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -98,7 +105,7 @@ def _floor(module: str) -> str:
 
 def _offered(room: str) -> list[str]:
     """`__all__` of a room."""
-    for node in ast.parse((ROOT / "deltasync" / room / "__init__.py").read_text()).body:
+    for node in _tree(ROOT / "deltasync" / room / "__init__.py").body:
         if isinstance(node, ast.Assign) and [ast.unparse(target) for target in node.targets] == ["__all__"]:
             return list(ast.literal_eval(node.value))
     return []
@@ -130,7 +137,7 @@ def test_what_is_for_all_imports_no_room() -> None:
 def test_a_room_is_entered_by_what_it_offers() -> None:
     wrong = []
     for module, path in (found for package in PACKAGES for found in _modules(package)):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(_tree(path)):
             if (
                 not isinstance(node, ast.ImportFrom)
                 or node.module is None
@@ -197,7 +204,7 @@ def test_only_config_reads_the_environment_and_one_module_of_the_stores_their_cl
         for module, path in _modules("deltasync")
         if any(
             isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(_tree(path))
         )
         and not module.startswith(PROGRAMS)
     ]
