@@ -43,7 +43,9 @@ if not RUNS:
         "tests of GPU kernels by themselves; test_interpreted.py runs them through Triton's interpreter"
     )
 
-_TOGETHER = re.compile(r"/test_(vllm\w*|trl\w*|salt|compose|wordle_player)\.py\b")
+_TOGETHER = re.compile(r"/test_(vllm\w*|trl\w*|curves|salt|compose|wordle_player)\.py\b")
+# Each test of these is a process of its own, which any worker may take.
+_APART = re.compile(r"/test_(simulator|interpreted)\.py\b")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -51,13 +53,16 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """A worker takes whole modules, and one of them all that start vLLM, whose processes spin while they
     wait.
 
-    The same one takes all that import vLLM or TRL, which takes ten seconds each.
+    The same one takes all that import vLLM or TRL, which takes ten seconds each. Tests that wait for a
+    process of their own are taken one by one.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            return "vLLM and TRL" if _TOGETHER.search(nodeid) else str(super()._split_scope(nodeid))
+            if _TOGETHER.search(nodeid):
+                return "vLLM and TRL"
+            return nodeid if _APART.search(nodeid) else str(super()._split_scope(nodeid))
 
     config.option.loadscopereorder = False  # modules are taken in the order of collection
     return Scheduler(config, log)
@@ -69,7 +74,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: _TOGETHER.search(item.nodeid) is None)
+        items.sort(key=lambda item: (not _TOGETHER.search(item.nodeid), not _APART.search(item.nodeid)))
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
