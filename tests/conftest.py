@@ -43,7 +43,7 @@ if not RUNS:
         "tests of GPU kernels by themselves; test_interpreted.py runs them through Triton's interpreter"
     )
 
-_TOGETHER = re.compile(r"/test_(vllm\w*|trl\w*|curves|salt|compose|wordle_player)\.py\b")
+_TOGETHER = re.compile(r"/test_(vllm\w*|trl\w*|curves|jobs|salt|compose|wordle_player)\.py\b")
 # Each test of these is a process of its own, which any worker may take.
 _APART = re.compile(r"/test_(simulator|interpreted)\.py\b")
 
