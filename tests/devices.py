@@ -10,12 +10,13 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import torch
 
-from deltasync.gpu.devices import Device, accelerator
+from deltasync.gpu.backend import Accelerator
 from deltasync.kernels import torch_ops
+from deltasync.kernels.backend import Backend, backend_of
 from deltasync.kernels.table import Room, Rows, SegmentKernels, Table, Writes
 
 
-class StandIn(Device):
+class StandIn(Accelerator):
     """An accelerator whose tensors are the host's. It counts what is asked of it.
 
     Args:
@@ -40,10 +41,6 @@ class StandIn(Device):
         self.held_bytes = 0
         self.launches: list[str] = []
         self.fail_at: Callable[[str], None] = lambda name: None
-
-    @property
-    def is_host(self) -> bool:
-        return False
 
     @property
     def kernels(self) -> SegmentKernels:
@@ -95,14 +92,14 @@ class _Counted:
         self._launch("warm_up", room, dtype)
 
 
-def on(*devices: Device | None) -> Callable[[torch.Tensor], Device]:
+def on(*devices: Backend | None) -> Callable[[torch.Tensor], Backend]:
     """`device_of` that puts the storages it meets on these devices in turn, None for the host."""
-    places: dict[int, Device] = {}
+    places: dict[int, Backend] = {}
 
-    def device_of(live: torch.Tensor) -> Device:
+    def device_of(live: torch.Tensor) -> Backend:
         storage = live.untyped_storage().data_ptr()
         return places.setdefault(
-            storage, devices[len(places) % len(devices)] or accelerator(torch.device("cpu"))
+            storage, devices[len(places) % len(devices)] or backend_of(torch.device("cpu"))
         )
 
     return device_of

@@ -68,7 +68,7 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
 
     from deltasync import codec
     from deltasync.gpu import codec as codec_device
-    from deltasync.gpu.devices import accelerator
+    from deltasync.kernels.backend import accelerator
     from deltasync.tensors import Layout, TensorSpec
 
     on = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
@@ -86,7 +86,7 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
     common.say(f"{vector.element_count:,} elements, {len(shapes)} tensors, {steps.changed:,} changes")
     digests = {2: np.arange(len(vector.specs), dtype=np.uint64)}
     places = {2: codec_device.Places.of(vector, delta.bits[2])}
-    pieces = list(codec_device.split(delta, 100 if on.type == "cpu" else 1 << 20))
+    pieces = list(delta.split(100 if on.type == "cpu" else 1 << 20))
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name()
         if on.type == "cuda"
@@ -123,7 +123,7 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
         checked = _check(name, files[0], delta, pieces[0])
         bits_N[at_K] -= steps.step_K
         began_s = time.perf_counter()
-        found = coder.decode(opened, places)[2]
+        found = coder.decode(opened, places)[0].steps[2]
         first_s += time.perf_counter() - began_s
         assert torch.equal(found.low_K, steps.low_K), f"{name} decodes to other positions"
         assert torch.equal(found.step_K.view(torch.int16), steps.step_K), f"{name} decodes to other steps"

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 
 from deltasync import kernels
-from deltasync.gpu.devices import Device, device_of
+from deltasync.gpu.backend import Accelerator
+from deltasync.kernels.backend import Backend
+from deltasync.live.memory import device_of
 
 _ROUNDS, _PATIENCE_S = 5, 3.0
 _WAITS = ("StreamSynchronize", "DeviceSynchronize", "EventSynchronize")
@@ -79,7 +81,7 @@ class Machine:
         self._launched: list[str] = []
         self._count_launches()
 
-    def device_of(self, live: torch.Tensor) -> Device:
+    def device_of(self, live: torch.Tensor) -> Backend:
         """As that of `deltasync.live`; if kernels are interpreted, the host's memory stands for a
         device's.
         """
@@ -160,11 +162,7 @@ class Machine:
         InterpretedFunction.run = counted
 
 
-class _HostAsDevice(Device):
-    is_host = False
-
-
-_HOST_AS_DEVICE = _HostAsDevice(torch.device("cpu"))
+_HOST_AS_DEVICE = Accelerator(torch.device("cpu"))
 
 
 def has_triton() -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,10 +21,8 @@ from deltasync.tensors import Changed, Delta, Layout, TensorSpec, fingerprint, w
 from deltasync.tensors.delta import joined
 from deltasync.threads import ahead
 
-if TYPE_CHECKING:
-    from deltasync.gpu.codec import Decoded, DeviceCodec, Places
-    from deltasync.gpu.delta import DeviceDelta
-
+Decoder = Callable[[Iterable[Payload]], Changed]
+"""Decodes payloads of one version of `packed` or `context`, where the bits are; see `Backend.decoder`."""
 
 _REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and in addition
 
@@ -43,15 +40,19 @@ def delta(
     old: codec.OldBits | None = None,
     wanted: codec.Wanted | None = None,
     fetched: Sequence[tuple[str, bytes]] | None = None,
+    decoder: Decoder | None = None,
 ) -> Changed:
     """Decode a delta or a compaction: its changes, and the fingerprints of changed tensors after them.
 
     `old` returns the bits of a tensor before the change; some codecs need them. `wanted` is as in
-    `Codec.decode`. Without `fetched`, the result of `fetch`, files are fetched as they are needed.
+    `Codec.decode`. Without `fetched`, the result of `fetch`, files are fetched as they are needed. With a
+    `decoder` the changes are where that leaves them.
     """
-    return decode(
-        stored.record, _payloads(reader, stored) if fetched is None else fetched, reader.layout, old, wanted
-    )
+    found = _payloads(reader, stored) if fetched is None else fetched
+    assert stored.record.delta is not None
+    if decoder is not None and stored.record.delta.codec != "raw":
+        return decoder(payload for _, payload in opened(stored.record, found))
+    return decode(stored.record, found, reader.layout, old, wanted)
 
 
 def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, np.ndarray, int]]:
@@ -116,7 +117,7 @@ def decode(
     """`delta` of a delta or compaction whose payloads, (key, bytes), were fetched."""
     parts: list[Delta] = []
     fingerprints: dict[str, int] = {}
-    for key, payload in _opened(record, payloads):
+    for key, payload in opened(record, payloads):
         found, digests = codec.get(payload.codec).decode(payload, layout, old, wanted)
         for name in fingerprints.keys() & digests.keys():
             if fingerprints[name] != digests[name]:
@@ -131,20 +132,7 @@ def decode(
         ) from error
 
 
-def decode_there(
-    record: Record,
-    payloads: Iterable[tuple[str, bytes]],
-    coder: DeviceCodec,
-    places: Mapping[int, Places],
-    undone: DeviceDelta | None = None,
-) -> Mapping[int, Decoded]:
-    """As `decode`, of a delta of `packed` or `context`, on a device, by element width; see
-    `DeviceCodec.decode`.
-    """
-    return coder.decode([payload for _, payload in _opened(record, payloads)], places, undone)
-
-
-def _opened(record: Record, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Payload]]:
+def opened(record: Record, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tuple[str, Payload]]:
     """Open payloads, which must be the record's and change no more elements than it says; with their keys."""
     assert record.delta is not None and record.base is not None
     changed = 0

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -27,9 +27,6 @@ from deltasync.live import LiveMemory, Prints, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
 from deltasync.threads import ahead
-
-if TYPE_CHECKING:
-    from deltasync.gpu.codec import DeviceCodec
 
 _Item = TypeVar("_Item")
 
@@ -65,7 +62,6 @@ class LiveWeights:
         self.progressed_s = 0.0
         self._fingerprint: str | None = None
         self.settled = True
-        self._decodes: DeviceCodec | None = None  # on the device of the weights
         self._loaded: list[StoredRecord] = []  # the chain that `load` has taken
         # of `version`: the bits of tensors of which memory has a part
         self._whole: dict[str, np.ndarray] = {}
@@ -170,36 +166,10 @@ class LiveWeights:
             first = max((at for at, stored in enumerate(chain) if stored.use_anchor), default=None)
             if first is not None:
                 staged, whole = self._stage_weights(chain[first:])
-            elif self._decodes_there(chain):
-                staged, whole = self._stage_there(chain[0]), {}
             else:
                 changed = self._changed(chain)
-                staged, whole = self.memory.stage(changed), changed.delta
+                staged, whole = self.memory.stage(changed), changed.delta if self._whole else {}
         return StagedVersion(chain, staged, whole, time.perf_counter() - before)
-
-    def _decodes_there(self, chain: Sequence[StoredRecord]) -> bool:
-        """Whether a chain is one delta whose words can be decoded where the weights are."""
-        delta = chain[0].record.delta
-        is_coded = len(chain) == 1 and delta is not None and delta.codec in ("packed", "context")
-        return is_coded and not self._whole and self.memory.decoding is not None
-
-    def _stage_there(self, stored: StoredRecord) -> Staged:
-        """Decode a delta on the device of the weights, and stage it: only words and tables cross."""
-        assert self.memory.decoding is not None
-        device, places = self.memory.decoding
-        if self._decodes is None:
-            from deltasync.gpu.codec import DeviceCodec
-
-            self._decodes = DeviceCodec(self.reader.layout, device.device, device.send)
-        with contextlib.closing(self._fetched([stored])) as fetched, self._blaming(stored), device.staging():
-            steps = payloads.decode_there(stored.record, next(fetched), self._decodes, places)
-        self.progressed_s = time.monotonic()
-        fingerprints: dict[str, int] = {}
-        for width, found in steps.items():
-            names = self.reader.layout.vectors[width].names
-            numbers, digests = found.number_T.tolist(), found.digest_T.view(np.uint64).tolist()
-            fingerprints |= dict(zip(map(names.__getitem__, numbers), digests, strict=True))
-        return self.memory.stage_steps(steps, fingerprints)
 
     def _stage_weights(self, chain: Sequence[StoredRecord]) -> tuple[Staged, dict[str, np.ndarray]]:
         """Stage full weights and the deltas after them, tensor by tensor, so that only one of them is
@@ -269,12 +239,14 @@ class LiveWeights:
                     delta.apply(name, bits_N)
             return bits_N
 
+        # Deltas of several versions are merged, on the host.
+        decoder = self.memory.decoder if len(chain) == 1 and first is None and not self._whole else None
         with contextlib.closing(self._fetched(chain)) as fetched:
             for stored in chain:
                 with self._blaming(stored):
                     got = next(fetched)
                     delta, digests = payloads.delta(
-                        self.reader, stored, old, wanted if self.memory.wanted else None, got
+                        self.reader, stored, old, wanted if self.memory.wanted else None, got, decoder
                     )
                 done.append(delta)
                 fingerprints |= digests

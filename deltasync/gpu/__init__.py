@@ -2,4 +2,16 @@
 core.
 """
 
-__all__ = ["classes", "codec", "coder", "delta", "detect", "devices", "groups", "segments", "shadow"]
+__all__ = [
+    "backend",
+    "classes",
+    "codec",
+    "coder",
+    "delta",
+    "detect",
+    "devices",
+    "groups",
+    "segments",
+    "shadow",
+    "staging",
+]

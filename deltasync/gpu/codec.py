@@ -30,20 +30,15 @@ from deltasync.gpu.coder import Streams
 from deltasync.gpu.delta import DeviceBits, DeviceDelta, DeviceSparse
 from deltasync.kernels import native
 from deltasync.kernels.rans import RATIO, RATIO_BITS, Classes
-from deltasync.tensors import Layout, Vector, bounds
+from deltasync.tensors import Changed, Layout, Vector, bounds
 from deltasync.tensors.bits import SIGNED, UNSIGNED
-from deltasync.tensors.delta import Piece, pieces
+from deltasync.tensors.delta import Piece
 
 MOST_CHANGED = 1 << 25
 """Changes of payloads that are encoded at once, by classes with 7 bytes for each."""
 
 Send = Callable[[Iterable[tuple[np.ndarray, torch.Tensor]]], None]
-"""See `live.devices.Device.send`."""
-
-
-def split(delta: DeviceDelta, most: int) -> Iterator[Piece]:
-    """Yield the tensors of each payload of about `most` changes, as `Delta.split` has them."""
-    return pieces({width: steps.count_T for width, steps in delta.steps.items()}, most)
+"""See `Backend.send`."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -65,24 +60,6 @@ class Places:
         start_T = np.where(count_T > 0, position_T - vector_.first_T[:-1], 0)
         address_T = bits.bits_N.data_ptr() + (place_T - start_T) * vector_.width
         return cls(address_T, np.stack((start_T, start_T + count_T), axis=1))
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Decoded:
-    """Changes of one width, on a device.
-
-    Attributes:
-        low_K: The low 32 bits of ascending positions in the vector, int32.
-        step_K: Steps, unsigned.
-        count_T: Number of changes of each tensor of the vector, int64[T], on the host.
-        number_T, digest_T: The changed tensors, and their fingerprints after the delta, int64; on the host.
-    """
-
-    low_K: torch.Tensor
-    step_K: torch.Tensor
-    count_T: np.ndarray
-    number_T: np.ndarray
-    digest_T: np.ndarray
 
 
 class DeviceCodec:
@@ -116,7 +93,7 @@ class DeviceCodec:
             digests: Fingerprints after the delta by width, uint64[T].
             version: The version that it leads to.
             base_version: The one that it leads from.
-            pieces: All payloads, as `split` returns them.
+            pieces: All payloads, as `DeviceDelta.split` returns them.
         """
         some, changed = list[Piece](), 0
         for piece in pieces:
@@ -291,10 +268,20 @@ class DeviceCodec:
             )
         return found
 
+    def changed(self, opened: Iterable[Payload], places: Mapping[int, Places]) -> Changed:
+        """As `decode`, with fingerprints by name, as `payloads.decode` has them."""
+        delta, digests = self.decode([*opened], places)
+        named: dict[str, int] = {}
+        for width, digest_T in digests.items():
+            names, count_T = self._layout.vectors[width].names, delta.steps[width].count_T
+            changed = map(names.__getitem__, np.flatnonzero(count_T).tolist())
+            named |= dict(zip(changed, digest_T.tolist(), strict=True))
+        return Changed(delta, named)
+
     def decode(
         self, opened: Sequence[Payload], places: Mapping[int, Places], undone: DeviceDelta | None = None
-    ) -> dict[int, Decoded]:
-        """Return the changes of payloads by width.
+    ) -> tuple[DeviceDelta, dict[int, np.ndarray]]:
+        """Return the changes of payloads; and by width the fingerprints of changed tensors after them, uint64.
 
         Args:
             opened: The payloads, of `packed` or `context`, of one version; none changes a tensor of another
@@ -309,16 +296,17 @@ class DeviceCodec:
         for payload in opened:
             for width, reader in readers_of(payload, self._layout).items():
                 parts.setdefault(width, []).append(reader)
-        return {
-            width: self._decode(width, readers, places.get(width), undone)
-            for width, readers in sorted(parts.items())
-        }
+        steps, digests = dict[int, DeviceSparse](), dict[int, np.ndarray]()
+        for width, readers in sorted(parts.items()):
+            readers.sort(key=lambda reader: int(reader.number_T[0]) if reader.number_T.size else 0)
+            digests[width] = np.concatenate([reader.digest_T for reader in readers]).view(np.uint64)
+            steps[width] = self._decode(width, readers, places.get(width), undone)
+        return DeviceDelta(self._layout, steps), digests
 
     def _decode(
         self, width: int, readers: Sequence[Reader], places: Places | None, undone: DeviceDelta | None
-    ) -> Decoded:
+    ) -> DeviceSparse:
         of = self._layout.vectors[width]
-        readers = sorted(readers, key=lambda reader: int(reader.number_T[0]) if reader.number_T.size else 0)
         number_T = np.concatenate([reader.number_T for reader in readers])
         count_T = np.concatenate([reader.count_T for reader in readers])
         if (np.diff(number_T) <= 0).any() or (count_T <= 0).any():
@@ -333,11 +321,10 @@ class DeviceCodec:
             found = by_class if found is None else self._merged(found, by_class, all_T, is_tiled_T)
         elif found is None:
             found = (
-                torch.empty(0, dtype=torch.int32, device="cpu"),
-                torch.empty(0, dtype=UNSIGNED[width], device="cpu"),
+                torch.empty(0, dtype=torch.int32, device=self._device),
+                torch.empty(0, dtype=UNSIGNED[width], device=self._device),
             )
-        digest_T = np.concatenate([reader.digest_T for reader in readers])
-        return Decoded(*found, all_T, number_T, digest_T)
+        return DeviceSparse(*found, None, None, all_T)
 
     def _streams(
         self, parts: Sequence[Part], freq_TS: np.ndarray

@@ -25,7 +25,6 @@ import numpy as np
 import torch
 
 from deltasync.tensors.delta import Delta, Sparse
-from deltasync.tensors.layout import Layout
 
 BLOCK = 4096
 """Most elements of a block, a power of two."""
@@ -41,15 +40,16 @@ class DeviceSparse:
     Attributes:
         low_K: The lower 32 bits of ascending positions in the vector, int32[K].
         step_K: New minus old bits modulo 2**(8 width), as signed integers of that width, [K].
-        base_B: Position of the first element of each block, ascending, int64[B].
-        bound_B: Number of changes before each block, and of all, int64[B + 1].
+        base_B: Position of the first element of each block, ascending, int64[B]. None of what a decoder has
+            made, which is staged where it is and by nothing but `count_T`.
+        bound_B: Number of changes before each block, and of all, int64[B + 1]; None as `base_B`.
         count_T: Number of changes of each tensor of the vector, int64[T]; on the host.
     """
 
     low_K: torch.Tensor
     step_K: torch.Tensor
-    base_B: torch.Tensor
-    bound_B: torch.Tensor
+    base_B: torch.Tensor | None
+    bound_B: torch.Tensor | None
     count_T: np.ndarray
 
     @property
@@ -60,7 +60,13 @@ class DeviceSparse:
     @property
     def nbytes(self) -> int:
         """Bytes on the device."""
-        return sum(array.nbytes for array in (self.low_K, self.step_K, self.base_B, self.bound_B))
+        return self.low_K.nbytes + self.step_K.nbytes + sum(each.nbytes for each in self.index)
+
+    @property
+    def index(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """`base_B` and `bound_B`."""
+        assert self.base_B is not None is not self.bound_B, "a decoder's steps have no index"
+        return self.base_B, self.bound_B
 
     def positions(self, low: int = 0, high: int | None = None) -> torch.Tensor:
         """Return whole positions of the changes from number `low` on and below `high`, int64; a new array."""
@@ -72,7 +78,8 @@ class DeviceSparse:
         return self._whole(self.low_K[number_N], number_N)
 
     def _whole(self, low_N: torch.Tensor, number_N: torch.Tensor) -> torch.Tensor:
-        base_N = self.base_B[torch.searchsorted(self.bound_B, number_N, right=True) - 1]
+        base_B, bound_B = self.index
+        base_N = base_B[torch.searchsorted(bound_B, number_N, right=True) - 1]
         return base_N + ((low_N.to(torch.int64) - base_N) & 0xFFFFFFFF)
 
     def count_below(self, limit_N: torch.Tensor) -> torch.Tensor:
@@ -81,13 +88,14 @@ class DeviceSparse:
 
         As many small launches for any number of limits.
         """
-        if not self.base_B.numel():
+        base_B, bound_B = self.index
+        if not base_B.numel():
             return torch.zeros_like(limit_N)
-        block_N = (torch.searchsorted(self.base_B, limit_N, right=True) - 1).clamp_(min=0)
-        base_N = self.base_B[block_N]
+        block_N = (torch.searchsorted(base_B, limit_N, right=True) - 1).clamp_(min=0)
+        base_N = base_B[block_N]
         wanted_N = limit_N - base_N
         return search(
-            *(self.low_K, self.bound_B[block_N], self.bound_B[block_N + 1], BLOCK),
+            *(self.low_K, bound_B[block_N], bound_B[block_N + 1], BLOCK),
             lambda found_NP: ((found_NP - base_N[:, None]) & 0xFFFFFFFF) < wanted_N[:, None],
         )
 
@@ -139,13 +147,13 @@ def joined(parts: Sequence[DeviceSparse], count_T: np.ndarray) -> DeviceSparse:
     """
     if len(parts) == 1:
         return dataclasses.replace(parts[0], count_T=count_T)
-    ordered = sorted(parts, key=lambda part: int(part.base_B[0]))
+    ordered = sorted(parts, key=lambda part: int(part.index[0][0]))
     before = [0, *itertools.accumulate(part.changed for part in ordered)]
-    bounds = [part.bound_B[:-1] + first for part, first in zip(ordered, before[:-1], strict=True)]
+    bounds = [part.index[1][:-1] + first for part, first in zip(ordered, before[:-1], strict=True)]
     return DeviceSparse(
         torch.cat([part.low_K for part in ordered]),
         torch.cat([part.step_K for part in ordered]),
-        torch.cat([part.base_B for part in ordered]),
+        torch.cat([part.index[0] for part in ordered]),
         torch.cat([*bounds, bounds[0].new_tensor(before[-1:])]),
         count_T,
     )
@@ -172,11 +180,10 @@ ALIGNED = 64
 
 
 @dataclasses.dataclass(eq=False)
-class DeviceDelta:
-    """Changes of a model on one device, as `Delta`.
+class DeviceDelta(Delta):
+    """Changes of a model on one device.
 
     Attributes:
-        layout: The model.
         steps: By width; widths without changes are absent.
         bits: The shadow's bits by width, which has taken the steps once `ready` has passed. They stay until
             the job that has this delta is released.
@@ -184,27 +191,17 @@ class DeviceDelta:
             waits for it. None where the device is the host, under Triton's interpreter.
     """
 
-    layout: Layout
-    steps: Mapping[int, DeviceSparse]
-    bits: Mapping[int, DeviceBits]
+    steps: Mapping[int, DeviceSparse]  # type: ignore[assignment]
+    bits: Mapping[int, DeviceBits] = dataclasses.field(default_factory=dict)
     ready: Any = None  # torch.cuda.Event | None
 
-    @property
-    def changed(self) -> int:
-        """Number of elements."""
-        return sum(steps.changed for steps in self.steps.values())
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of its arrays on the device."""
-        return sum(steps.nbytes for steps in self.steps.values())
-
-    def counts(self) -> dict[str, int]:
-        """As `Delta.counts`."""
-        return self.layout.named({width: steps.count_T for width, steps in self.steps.items()})
+    def _count_T(self) -> dict[int, np.ndarray]:
+        return {width: steps.count_T for width, steps in self.steps.items()}
 
     def host(self) -> Delta:
         """Copy everything to the host: for merging with another delta, and for an encoder that runs there."""
+        if self.ready is not None:
+            self.ready.synchronize()
         vectors = self.layout.vectors
         return Delta(
             self.layout,

@@ -1,4 +1,4 @@
-"""Accelerators, as staging and commits use them: their kernels, memory and streams.
+"""Accelerators, as staging and commits use them: their memory and streams.
 
 Only this module allocates device memory. Tests use a class in its place whose tensors are the host's.
 """
@@ -20,8 +20,7 @@ import numpy as np
 import torch
 
 from deltasync.errors import StageError, get_logger
-from deltasync.kernels import compares, host_segments, segment_kernels
-from deltasync.kernels.table import SegmentKernels
+from deltasync.kernels.backend import Backend
 from deltasync.threads import Workers
 
 logger = get_logger(__name__)
@@ -52,32 +51,19 @@ class Chunk:
         self.bytes_B = bytes_B
 
 
-class Device:
-    """An accelerator."""
+class Device(Backend):
+    """The memory of an accelerator."""
+
+    is_host = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        super().__init__(device)
         self._lock = threading.Lock()
         self._chunks: list[torch.Tensor] = []  # that nobody uses
 
     @property
     def _is_cuda(self) -> bool:
         return self.device.type == "cuda"
-
-    @property
-    def is_host(self) -> bool:
-        """Whether it is the host: its memory, with no accelerator beside."""
-        return self.device.type == "cpu"
-
-    @property
-    def kernels(self) -> SegmentKernels:
-        """The kernels for this device."""
-        return host_segments if self.is_host else segment_kernels(self.device)
-
-    @property
-    def decodes(self) -> bool:
-        """Whether payloads can be decoded on it."""
-        return not self.is_host and compares(self.device)
 
     def allocate(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the device, inside of `staging`.
@@ -174,8 +160,7 @@ class Device:
         that the engine's copies do not wait for all.
         """
         if not self._is_cuda:
-            for host, to in pairs:
-                to.view(-1).copy_(torch.from_numpy(host.reshape(-1).astype(f"i{to.element_size()}")))
+            super().send(pairs)
             return
         with self._lock:
             ready: deque[tuple[int, torch.Tensor, Future[None]]] = deque()
@@ -234,15 +219,6 @@ class Device:
         """Wait for everything that the calling thread has launched."""
         if self._is_cuda:
             torch.cuda.current_stream(self.device).synchronize()
-
-
-accelerator = functools.cache(Device)
-"""Returns the accelerator, or the host, of a `torch.device`, made once."""
-
-
-def device_of(live: torch.Tensor) -> Device:
-    """Return the device that holds this live memory."""
-    return accelerator(live.device)
 
 
 @functools.cache

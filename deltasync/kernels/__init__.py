@@ -39,6 +39,7 @@ def compares(device: torch.device) -> bool:
 
 __all__ = [
     "ACCELERATORS",
+    "backend",
     "compares",
     "host_segments",
     "native",

@@ -194,6 +194,7 @@ class Table:
         part_S: `Line.part` of each.
         limit_L: The first and last positions of all lines, ascending, each once; `bounds` takes the changes
             below them.
+        limit_there_L: The same, on the device.
         line_SC, dim_S2D3: The table, on the device.
         whole: The rows that read all of it.
         nbytes: Bytes on the device.
@@ -214,7 +215,7 @@ class Table:
         self.limit_L, place = np.unique(limit_2S, return_inverse=True)
         self._limit_2S = place.reshape(limit_2S.shape)
         self.room = room
-        self.line_SC, self.dim_S2D3 = self.sent(line_SC, dim_S2D3)
+        self.line_SC, self.dim_S2D3, self.limit_there_L = self.sent(line_SC, dim_S2D3, self.limit_L)
         self.whole = self.rows(np.arange(len(self.lines)))
         self.nbytes = self.line_SC.nbytes + self.dim_S2D3.nbytes + self.whole.row_R.nbytes
 

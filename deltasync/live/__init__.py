@@ -16,4 +16,5 @@ __all__ = [
     "memory",
     "model_fingerprint",
     "segments",
+    "staging",
 ]

@@ -9,7 +9,6 @@ from collections.abc import Sequence
 import torch
 
 from deltasync.errors import undoing
-from deltasync.gpu.devices import Chunk
 
 Piece = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
 """A view of live memory, its new bits on the host, and there its old ones if they are not made by exchanging;
@@ -26,14 +25,14 @@ class Copy:
     Args:
         pieces: The pieces.
         room_B: A buffer there, large enough for any piece: to copy to memory with gaps would take memory.
-        chunks: The host's memory in which pieces lie.
+        keeps: What has the memory in which pieces lie.
 
     Attributes:
         changed: Number of elements.
     """
 
-    def __init__(self, pieces: Sequence[Piece], room_B: torch.Tensor, chunks: Sequence[Chunk] = ()) -> None:
-        self.pieces, self._room_B, self._chunks = [*pieces], room_B, chunks
+    def __init__(self, pieces: Sequence[Piece], room_B: torch.Tensor, keeps: object = None) -> None:
+        self.pieces, self._room_B, self._keeps = [*pieces], room_B, keeps
         self.changed = sum(live.numel() for live, *_ in pieces)
         self.nbytes = room_B.nbytes
 

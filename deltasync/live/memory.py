@@ -15,15 +15,14 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import Any
 
 import numpy as np
 import torch
 
 from deltasync.errors import FingerprintMismatchError, StageError, undoing
-from deltasync.gpu.delta import DeviceSparse
-from deltasync.gpu.devices import Device, device_of
 from deltasync.kernels import native
+from deltasync.kernels.backend import Backend, backend_of
 from deltasync.kernels.table import Writes
 from deltasync.live import staging
 from deltasync.live.exchange import Copy
@@ -43,9 +42,10 @@ from deltasync.tensors import (
 )
 from deltasync.tensors.bits import int_view, signed_view
 
-if TYPE_CHECKING:
-    from deltasync.gpu import codec as codec_device
-    from deltasync.gpu.codec import Decoded
+
+def device_of(live: torch.Tensor) -> Backend:
+    """Return the backend of the memory that a tensor lies in."""
+    return backend_of(live.device)
 
 
 class LiveMemory:
@@ -69,7 +69,7 @@ class LiveMemory:
         self,
         specs: Mapping[str, TensorSpec],
         segments: Mapping[str, list[Segment]],
-        device_of: Callable[[torch.Tensor], Device] = device_of,
+        device_of: Callable[[torch.Tensor], Backend] = device_of,
         ties: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         self.ties = ties
@@ -226,7 +226,7 @@ class LiveMemory:
         """Return where the segments of these tensors lie, by width."""
         found = dict[int, list[Places]]()
         for width, vector in self._layout.vectors.items():
-            by_device: dict[Device, list[Held]] = {}
+            by_device: dict[Backend, list[Held]] = {}
             for name, first, key in zip(
                 vector.names, vector.first_T.tolist(), vector.key_T.tolist(), strict=False
             ):
@@ -239,32 +239,16 @@ class LiveMemory:
         return found
 
     @functools.cached_property
-    def decoding(self) -> tuple[Device, dict[int, codec_device.Places]] | None:
-        """The device on which payloads are decoded, and where the old bits of each vector lie there.
-
-        None unless all tensors lie there as wholes, in their order, and Triton serves it.
+    def decoder(self) -> Any:
+        """What decodes payloads into `Changed` where all tensors lie, as wholes and in their order; None where
+        `codec` does, on the host.
         """
-        if len(self._devices) != 1 or self.is_on_host:
+        held = itertools.chain(*self._places.values(), *self._tied.values())
+        if len(self._devices) != 1 or not all(each.are_whole for each in held):
             return None
-        (device,), held = self._devices, itertools.chain(*self._places.values(), *self._tied.values())
-        if not device.decodes or not all(each.are_whole for each in held):
-            return None
-        from deltasync.gpu import codec as codec_device
-
-        found = {}
-        for width, vector in self._layout.vectors.items():
-            address_T, range_T2 = (
-                np.zeros((len(vector.specs),), np.int64),
-                np.zeros((len(vector.specs), 2), np.int64),
-            )
-            for t, spec in enumerate(vector.specs):
-                segments = self._segments.get(spec.name, ())
-                if spec.element_count:
-                    if not segments:
-                        return None
-                    address_T[t], range_T2[t, 1] = segments[0].live.data_ptr(), spec.element_count
-            found[width] = codec_device.Places(address_T, range_T2)
-        return device, found
+        (device,) = self._devices
+        address = {name: held[0].live.data_ptr() for name, held in self._segments.items() if held}
+        return device.decoder(self._layout, address)
 
     def warm_up(self) -> None:
         """Compile the kernels that commits to an accelerator need, so that no commit waits for them."""
@@ -325,27 +309,17 @@ class LiveMemory:
     def stage(self, changed: Changed) -> Staged:
         """Translate changes into writes and put them on the device. Live weights are untouched.
 
-        A `DeviceDelta` stays where it is: nothing of its size crosses to the host.
+        A delta on a device stays there: nothing of its size crosses to the host.
 
         Raises:
             StageError: a tensor has no place in live memory, or its device has too little memory.
         """
-        delta, fingerprints = changed
-        # of a `DeviceDelta`
-        return self.stage_steps(delta.steps, fingerprints, getattr(delta, "ready", None))
-
-    def stage_steps(
-        self,
-        of: Mapping[int, Sparse | DeviceSparse | Decoded],
-        fingerprints: Mapping[str, int | None],
-        ready: torch.cuda.Event | None = None,
-    ) -> Staged:
-        """As `stage`, of steps by element width; those on a device may be waited for by its event."""
-        self._check_places(fingerprints)
-        staged = Staged(fingerprints=dict(fingerprints))
-        for width, steps in of.items():
+        self._check_places(changed.fingerprints)
+        staged = Staged(fingerprints=dict(changed.fingerprints))
+        near = {device: device.near(changed.delta) for device in self._devices}
+        for width in changed.delta.steps:
             for places in self._places[width]:
-                swap = places.swap(steps, ready)
+                swap = places.swap(near[places.device], width)
                 staged.swaps += [] if swap is None else [swap]
         self._finish(staged)
         return staged
@@ -371,7 +345,7 @@ class LiveMemory:
             StageError: as `stage`.
             FormatError, ChainError, StoreError: from fetching and decoding; live weights are untouched.
         """
-        devices, staged = dict[Device, Staging](), Staged()
+        devices, staged = dict[Backend, Staging](), Staged()
         by_width = {
             (each.device, width): each for width, of_width in self._places.items() for each in of_width
         }
@@ -380,7 +354,7 @@ class LiveMemory:
                 device = self._device_of(segment.live)
                 if segment.live.numel():
                     if device not in devices:
-                        devices[device] = Staging(device)
+                        devices[device] = device.weights() or Staging(device)
                     devices[device].whole(by_width[device, bits_N.itemsize], part, bits_N)
             staged.fingerprints[name] = expected
         for each in devices.values():

@@ -10,43 +10,27 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from deltasync.gpu.delta import DeviceSparse, search
-from deltasync.gpu.devices import Chunk, Device, copiers
 from deltasync.kernels import native
+from deltasync.kernels.backend import Backend
 from deltasync.kernels.table import MOST_ELEMENTS, Line, Rows, Table, Values, Writes
 from deltasync.live.exchange import Copy, Piece
 from deltasync.live.segments import Segment, unsigned
-from deltasync.tensors import Sparse, count_below, region_end
+from deltasync.tensors import region_end
 from deltasync.tensors.bits import signed_view
-
-if TYPE_CHECKING:
-    from deltasync.gpu.codec import Decoded
 
 Steps = tuple[torch.Tensor, torch.Tensor]
 """Positions in the vector, of which 32 bits count, and steps of what differs."""
 
-_HOST_PIECE_BYTES = 4 << 20
-_DEVICE_PIECE_BYTES = 16 << 20
-_DIFFERING_BYTES = 64 << 20
-"""Most bytes, on a device, of the positions and values of full weights. Segments beyond that are copied."""
+_PIECE_BYTES, _COMPARED_BYTES = 4 << 20, 16 << 20
 
-_JOB_BYTES = 4 << 20
-"""Fewest bytes of full weights that a thread copies at once; pieces of small tensors are joined."""
-
-_JOBS = 32
-"""Most of those that are under way."""
-
-_ALIGNED = 16  # bytes
-_COUNTS = 4096  # pieces whose counts are allocated at once
-_FEW = 8  # full weights are exchanged by elements if at most one in this many differs, in each piece
+FEW = 8
+"""Full weights are exchanged by elements if at most one in this many differs, in each piece."""
 
 
 Digests = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -117,7 +101,7 @@ class Places:
         StageError: a segment overlaps itself or has too many dimensions, or the device has too little memory.
     """
 
-    def __init__(self, device: Device, first_T: np.ndarray, held: Sequence[Held]) -> None:
+    def __init__(self, device: Backend, first_T: np.ndarray, held: Sequence[Held]) -> None:
         self.device = device
         pieces = [(each, piece) for each in held for piece in each.segment.pieces(MOST_ELEMENTS)]
         found = [(self._line(each, piece), piece) for each, piece in pieces]
@@ -125,7 +109,6 @@ class Places:
         self.segments = [piece for _, piece in found]
         with device.staging():
             self.table = Table([line for line, _ in found], device)
-            (self._limit_L,) = self.table.sent(self.table.limit_L)
             (self._sum_S,) = self.table.empty(((len(found),), torch.int64))
         at_L = np.searchsorted(first_T, self.table.limit_L)
         # Where segments are whole tensors, changes before them follow from those of each tensor.
@@ -164,219 +147,62 @@ class Places:
         """Whether each segment is a whole tensor, in its order."""
         return self._edge_L is not None and bool(self.table.contiguous_S.all())
 
-    def swap(
-        self, steps: Sparse | DeviceSparse | Decoded, ready: torch.cuda.Event | None = None
-    ) -> Writes | None:
-        """Return the exchange of what steps change in these segments, prepared; None for nothing.
-
-        `ready` is the event that steps on the device wait for. They are not mutated, but those of a decoder
-        are: only its caller has them.
+    def swap(self, delta: Any, width: int) -> Writes | None:
+        """Return the exchange of what a delta that is near changes in these segments, prepared; None for
+        nothing.
         """
-        table = self.table
-        if isinstance(steps, DeviceSparse) and steps.low_K.device != self.device.device:
-            steps = steps.host(np.dtype(np.int64))
-        mutates = not isinstance(steps, DeviceSparse)
         with self.device.staging():
-            self.device.wait(ready)
-            if not isinstance(steps, Sparse):
-                low_K, step_K = steps.low_K.view(torch.int32), steps.step_K.view(table.dtype)
-                below_L = self._below(steps)
-            elif self.device.is_host:
-                low_K, step_K = (
-                    signed_view(steps.at_K.astype(np.int32, copy=False)),
-                    signed_view(steps.data_K),
-                )
-                mutates = False
-                below_L = count_below(steps.at_K, table.limit_L)
-            else:
-                low_K, step_K = table.crossed((steps.at_K, torch.int32), (steps.data_K, table.dtype))
-                below_L = self._searched(steps.at_K, low_K)
-            low_S, count_S = table.bounds(below_L)
+            low_K, step_K, below_L, is_spare = self.device.arrived(delta, width, self.table, self._edge_L)
+            low_S, count_S = self.table.bounds(below_L)
             if not count_S.any():
                 return None
-            writes = Writes(table, low_K, step_K, low_S, count_S, mutates=mutates)
+            writes = Writes(self.table, low_K, step_K, low_S, count_S, mutates=is_spare)
             writes.prepare()
             return writes
 
-    def _searched(self, at_K: np.ndarray, low_K: torch.Tensor) -> np.ndarray:
-        """Return the same of positions on the host, whose lower halves are on the device and searched there.
-
-        Halves ascend from one multiple of 2**32 to the next. A search through the host's memory would take 10
-        ms.
-        """
-        limit_L = self.table.limit_L
-        turn = count_below(at_K, np.arange(int(limit_L[-1] >> 32) + 1, dtype=np.int64) << 32)
-        edges = np.append(turn, at_K.size)
-        low_L, high_L, wanted_L = self.table.sent(
-            edges[limit_L >> 32], edges[(limit_L >> 32) + 1], limit_L & 0xFFFFFFFF
-        )
-        found_L = search(
-            low_K, low_L, high_L, at_K.size, lambda found_LP: (found_LP & 0xFFFFFFFF) < wanted_L[:, None]
-        )
-        below: np.ndarray = found_L.cpu().numpy()
-        return below
-
-    def _below(self, steps: DeviceSparse | Decoded) -> np.ndarray:
-        """Return how many changes there are before each limit of the table."""
-        if self._edge_L is not None:
-            below: np.ndarray = np.append(0, np.cumsum(steps.count_T))[self._edge_L]
-            return below
-        assert isinstance(steps, DeviceSparse), "steps of a decoder are for whole tensors"
-        below = steps.count_below(self._limit_L).cpu().numpy()
-        return below
-
-
-class _Pinned(NamedTuple):
-    """A part of a line's segment, and its new bits in pinned memory, flat, in row-major order."""
-
-    places: Places
-    line: int
-    segment: Segment
-    new_N: torch.Tensor
-
 
 class Staging:
-    """Collects full weights for the memory of one device, and compares them with it there.
-
-    Threads copy them into pinned memory while those before cross; the host waits for the device once, in
-    `finish`. In host memory each segment is compared at once, and only copied where much of it differs.
+    """Collects full weights for memory of one device. Here, on the host, each segment is compared at once, and
+    only copied where much of it differs.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Backend) -> None:
         self._device = device
-        self._chunks: list[Chunk] = []
-        self._left_B = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the last chunk
-        self._pieces: list[_Pinned] = []
-        self._job: list[tuple[np.ndarray, np.ndarray]] = []
-        self._job_bytes = self._compared = 0
-        self._jobs: deque[tuple[Future[None], int]] = deque()  # and behind which piece each ends
-        # of differing elements, on the device, of `_COUNTS` pieces each
-        self._counts: list[torch.Tensor] = []
         # the line, how many differ, and which
         self._few: list[tuple[Places, int, int, Callable[[], Steps]]] = []
         self._copied: list[tuple[Places, int, list[Piece]]] = []  # and the line
-        if not device.is_host:
-            with device.staging():
-                self._room = device.allocate(2 * _DEVICE_PIECE_BYTES).view(2, -1)
 
     def whole(self, places: Places, part: int, bits_N: np.ndarray) -> None:
         """Add a whole tensor's new bits, of which a segment has a share. They must stay as they are until
         `finish`.
         """
         for line in places.lines[part]:
-            segment = places.segments[line]
-            if self._device.is_host:
-                self._compare_here(places, line, segment, bits_N)
-                continue
-            for piece in segment.pieces(_DEVICE_PIECE_BYTES // places.table.width):
-                new_N = self._pinned(piece.live.nbytes).view(piece.live.dtype)
-                self._pieces.append(_Pinned(places, line, piece, new_N))
-                self._job.append((new_N.numpy(), _source(piece, bits_N)))
-                self._job_bytes += new_N.nbytes
-                if self._job_bytes >= _JOB_BYTES:
-                    self._submit()
+            self._add(places, line, places.segments[line], bits_N)
 
-    def _compare_here(self, places: Places, line: int, segment: Segment, bits_N: np.ndarray) -> None:
+    def _add(self, places: Places, line: int, segment: Segment, bits_N: np.ndarray) -> None:
         whole = signed_view(np.require(bits_N, requirements="W"))  # torch takes no array that is read-only
         new_N, old_N = (
             unsigned(view.contiguous().view(-1)) for view in (segment.source(whole), segment.live)
         )
         at_K, step_K = native.diff(old_N, new_N)
-        if at_K.size <= new_N.size // _FEW:
-            position_K = _positions(
-                places.table.lines[line], segment, torch.from_numpy(at_K.astype(np.int64))
-            )
+        if at_K.size <= new_N.size // FEW:
+            position_K = positions(places.table.lines[line], segment, torch.from_numpy(at_K.astype(np.int64)))
             self._few += (
                 [(places, line, at_K.size, lambda: (position_K, signed_view(step_K)))] if at_K.size else []
             )
             return
-        pieces, rows = segment.pieces(_HOST_PIECE_BYTES // places.table.width), torch.contiguous_format
+        pieces, rows = segment.pieces(_PIECE_BYTES // places.table.width), torch.contiguous_format
         held: list[Piece] = [
             (p.live, p.source(whole).clone(memory_format=rows).view(-1), None) for p in pieces
         ]
         self._copied.append((places, line, held))
 
-    def _pinned(self, size_bytes: int) -> torch.Tensor:
-        taken = -(-size_bytes // _ALIGNED) * _ALIGNED
-        if self._left_B.numel() < taken:
-            self._chunks.append(self._device.chunk())
-            self._left_B = self._chunks[-1].bytes_B
-        found, self._left_B = self._left_B[:size_bytes], self._left_B[taken:]
-        return found
-
-    def _submit(self) -> None:
-        if self._job:
-            self._jobs.append((copiers().submit(_copy, self._job), len(self._pieces)))
-            self._job, self._job_bytes = [], 0
-        if len(self._jobs) >= _JOBS:
-            self._compare()
-
-    def _compare(self) -> None:
-        """Compare the pieces of the oldest job with live memory, and count what differs, without a wait."""
-        copied, last = self._jobs.popleft()
-        copied.result()
-        with self._device.staging(wait=False):
-            for number in range(self._compared, last):
-                if number % _COUNTS == 0:
-                    self._counts.append(self._device.allocate(8 * _COUNTS).view(torch.int64))
-                differs, _ = self._differs(self._pieces[number])
-                torch.sum(differs.view(-1), 0, dtype=torch.int64, out=self._counts[-1][number % _COUNTS])
-        self._compared = last
-
-    def _differs(self, piece: _Pinned) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return which elements of a piece differ, and its new bits, on the device until the next call."""
-        live = piece.segment.live
-        came = self._room[0, : live.nbytes].view(live.dtype).view(live.shape)
-        differs = self._room[1, : live.numel()].view(torch.bool).view(live.shape)
-        came.copy_(piece.new_N.view(live.shape), non_blocking=True)
-        torch.ne(live, came, out=differs)
-        return differs, came
-
     def finish(self, staged: Staged) -> None:
         """Add what was collected to `staged`."""
-        self._submit()
-        while self._jobs:
-            self._compare()
-        with self._device.staging():
-            self._divide()
-            self._add_elements(staged)
-            self._add_copies(staged)
-
-    def _divide(self) -> None:
-        """Divide the pieces that crossed into those of which little differs, in each piece of a segment, and
-        the others.
-        """
-        counts = (each[: self._compared - at * _COUNTS].cpu().numpy() for at, each in enumerate(self._counts))
-        count_P, few_bytes = np.concatenate([*counts, np.zeros(0, np.int64)]), 0
-        parts = [piece.places.table.lines[piece.line].part for piece in self._pieces]
-        for first, last in _spans(parts):
-            held, count = self._pieces[first:last], int(count_P[first:last].sum())
-            size_bytes = count * (4 + held[0].places.table.width)
-            counted = [(piece, int(n)) for piece, n in zip(held, count_P[first:last], strict=True) if n]
-            is_few = all(n <= piece.new_N.numel() // _FEW for piece, n in counted)
-            if is_few and few_bytes + size_bytes <= _DIFFERING_BYTES:
-                few_bytes += size_bytes
-                self._few += [(p.places, p.line, n, functools.partial(self._steps, p)) for p, n in counted]
-            else:
-                self._copied += [
-                    (p.places, p.line, [(p.segment.live, p.new_N, self._saved(p))]) for p, _ in counted
-                ]
-
-    def _steps(self, piece: _Pinned) -> Steps:
-        differs, came = self._differs(piece)
-        position_K = _positions(
-            piece.places.table.lines[piece.line], piece.segment, differs.view(-1).nonzero().view(-1)
-        )
-        return position_K, came.masked_select(differs) - piece.segment.live.masked_select(differs)
-
-    def _saved(self, piece: _Pinned) -> torch.Tensor:
-        """Return the old bits of a piece, saved on the host now: only new ones cross in the pause."""
-        live, old_N = piece.segment.live, self._pinned(piece.new_N.nbytes).view(piece.new_N.dtype)
-        held = live
-        if not live.is_contiguous():
-            held = self._room[0, : live.nbytes].view(live.dtype).view(live.shape).copy_(live)
-        old_N.view(live.shape).copy_(held, non_blocking=True)
-        return old_N
+        self._add_elements(staged)
+        if self._copied:  # through a room for any piece, where elements of any width begin
+            largest = max(live.nbytes for *_, held in self._copied for live, *_ in held)
+            self._add_copies(staged, self._device.allocate(-(-largest // 8) * 8))
 
     def _add_elements(self, staged: Staged) -> None:
         """Add what little differs, as positions and steps; on a device each piece takes a wait for it."""
@@ -399,22 +225,15 @@ class Staging:
             writes.prepare()
             staged.swaps.append(writes)
 
-    def _add_copies(self, staged: Staged) -> None:
-        if not self._copied:
-            return
-        pieces = [piece for *_, held in self._copied for piece in held]
-        if self._device.is_host:  # a room for any piece, where elements of any width begin
-            self._room = torch.empty(
-                (1, -(-max(live.nbytes for live, *_ in pieces) // 8) * 8), dtype=torch.uint8, device="cpu"
-            )
-        staged.copies.append(Copy(pieces, self._room[0], self._chunks))
+    def _add_copies(self, staged: Staged, room_B: torch.Tensor, keeps: object = None) -> None:
+        staged.copies.append(Copy([piece for *_, held in self._copied for piece in held], room_B, keeps))
         parts: dict[int, tuple[Places, set[int]]] = {}
         for places, line, _ in self._copied:
             parts.setdefault(id(places), (places, set()))[1].add(places.table.lines[line].part)
         staged.readouts += [places.readout([*held]) for places, held in parts.values()]
 
 
-def _positions(line: Line, segment: Segment, number_K: torch.Tensor) -> torch.Tensor:
+def positions(line: Line, segment: Segment, number_K: torch.Tensor) -> torch.Tensor:
     """Return positions of elements of a part of a line's segment, which are numbered in row-major order."""
     position_K = torch.full_like(number_K, line.first - line.offset + segment.offset)
     for size, stride in zip(reversed(segment.live.shape), reversed(segment.stride), strict=True):
@@ -423,40 +242,13 @@ def _positions(line: Line, segment: Segment, number_K: torch.Tensor) -> torch.Te
     return position_K
 
 
-def _copy(job: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    for to_N, source in job:
-        np.copyto(to_N.reshape(source.shape), source)
-
-
-def _source(piece: Segment, bits_N: np.ndarray) -> np.ndarray:
-    """Return a segment's view of a whole tensor's flat unsigned bits, as signed integers; it is only read."""
-    signed_N = bits_N.view(f"i{bits_N.itemsize}")
-    strides = [stride * bits_N.itemsize for stride in piece.stride]
-    if not piece.live.numel():
-        return signed_N[:0]
-    return np.lib.stride_tricks.as_strided(
-        signed_N[piece.offset :], tuple(piece.live.shape), strides, writeable=False
-    )
-
-
-def _spans(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Yield where each run of equal numbers begins and ends."""
-    first = 0
-    for at in range(1, len(numbers) + 1):
-        if at == len(numbers) or numbers[at] != numbers[first]:
-            yield first, at
-            first = at
-
-
-def differs(device: Device, segment: Segment, whole: torch.Tensor) -> bool:
+def differs(device: Backend, segment: Segment, whole: torch.Tensor) -> bool:
     """Whether any bit of a segment differs from a whole tensor's, on any device; compared where the segment
     is.
     """
-    if device.is_host:
-        return not torch.equal(segment.source(whole).cpu(), segment.live)
     with device.staging():
-        room = device.allocate(_DEVICE_PIECE_BYTES)
-        for piece in segment.pieces(_DEVICE_PIECE_BYTES // segment.live.element_size()):
+        room = device.allocate(min(_COMPARED_BYTES, segment.live.nbytes))
+        for piece in segment.pieces(_COMPARED_BYTES // segment.live.element_size()):
             came = room[: piece.live.nbytes].view(piece.live.dtype).view(piece.live.shape)
             came.copy_(piece.source(whole))
             if not torch.equal(piece.live, came):

@@ -16,7 +16,7 @@ from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded, NewBits, RangeBits
 from deltasync.errors import CorruptDataError, get_logger
 from deltasync.gpu.delta import DeviceDelta
-from deltasync.gpu.devices import accelerator
+from deltasync.kernels.backend import accelerator
 from deltasync.publish.pending import Pending
 from deltasync.tensors import Delta as Changes
 from deltasync.tensors import Layout
@@ -67,19 +67,18 @@ class GroupEncoder:
         def new(name: str) -> tuple[np.ndarray, int]:
             return shadow.bits[name], shadow.ranges[name][0]
 
-        for group in job.delta.split(GROUP_CHANGED):
+        for piece in job.delta.split(GROUP_CHANGED):
+            group = job.delta.part(piece)
             yield encode(self.codec_name, group, new, job.fingerprints, job.version, job.version - 1, job)
 
     def _on_device(self, job: Pending, delta: DeviceDelta) -> Iterator[tuple[Encoded, bytes]]:
-        from deltasync.gpu.codec import split
-
         if self._device is None or self._device.layout is not delta.layout:
             self._device = DeviceCoder(delta)
         with self._device.after(delta):
             job.shadow.audit()
         assert job.fingerprints is not None
         digests, stored = job.fingerprints.of, list[tuple[str, bytes]]()
-        pieces = list(split(delta, GROUP_CHANGED))
+        pieces = list(delta.split(GROUP_CHANGED))
         for encoded in self._device.encode(self.codec_name, delta, digests, job.version, pieces):
             stored.append((f"Payload {len(stored) + 1} of version {job.version}", encoded.to_bytes()))
             yield encoded, stored[-1][1]
@@ -233,14 +232,15 @@ class DeviceCoder:
             places = {
                 width: Places.of(self.layout.vectors[width], bits) for width, bits in delta.bits.items()
             }
-            found = payloads.decode_there(record, stored, self._codec, places, delta)
-            right = found.keys() == delta.steps.keys()
+            opened = [payload for _, payload in payloads.opened(record, stored)]
+            found, told = self._codec.decode(opened, places, delta)
+            right = found.steps.keys() == delta.steps.keys()
             for width, steps in delta.steps.items() if right else ():
-                of = found[width]
+                of = found.steps[width]
                 right = (
                     right
                     and np.array_equal(of.count_T, steps.count_T)
-                    and np.array_equal(of.digest_T.view(np.uint64), digests[width][of.number_T])
+                    and np.array_equal(told[width], digests[width][steps.count_T > 0])
                     and torch.equal(of.low_K, steps.low_K)
                     and torch.equal(of.step_K.view(steps.step_K.dtype), steps.step_K)
                 )

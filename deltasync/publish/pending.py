@@ -24,10 +24,7 @@ from deltasync.tensors.delta import joined
 
 def host_delta(layout: Layout, pieces: Sequence[Delta | DeviceDelta]) -> Delta:
     """Return pieces of different elements as one delta, on the host."""
-    for piece in pieces:
-        if isinstance(piece, DeviceDelta) and piece.ready is not None:
-            piece.ready.synchronize()
-    found = [piece.host() if isinstance(piece, DeviceDelta) else piece for piece in pieces]
+    found = [piece.host() for piece in pieces]
     return joined(found) if found else Delta(layout, {})
 
 

@@ -24,7 +24,6 @@ import torch
 from deltasync import kernels, limits
 from deltasync.channel import anchors
 from deltasync.errors import CorruptDataError, get_logger
-from deltasync.gpu.delta import DeviceDelta
 from deltasync.gpu.shadow import DeviceShadow, needed_bytes, room_bytes
 from deltasync.kernels import native
 from deltasync.publish.detect import Difference, HostShadow, Looks, copied, looks_of
@@ -213,12 +212,7 @@ class Shadow:
         """
         with self.lock:
             before = vars(self).pop("fingerprints", None)  # not known until the bits are
-            if self._snapshots:
-                deltas = [
-                    piece.host() if isinstance(piece, DeviceDelta) else piece for piece in difference.pieces
-                ]
-            else:
-                deltas = []
+            deltas = [piece.host() for piece in difference.pieces] if self._snapshots else []
             difference.apply()
             if before is not None:
                 self.fingerprints = before.with_gains(difference.gains)

@@ -32,15 +32,25 @@ class Sparse(NamedTuple):
         """Return new arrays, of any contents, for so many elements of a vector."""
         return cls(np.empty(count, vector.index_dtype), np.empty(count, vector.bits_dtype))
 
+    @property
+    def changed(self) -> int:
+        """K."""
+        return self.at_K.size
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its arrays."""
+        return self.at_K.nbytes + self.data_K.nbytes
+
     def between(self, first: int, last: int) -> Sparse:
         """Return the elements from position `first` on and below `last`; views."""
         low, high = count_below(self.at_K, (first, last))
         return Sparse(self.at_K[low:high], self.data_K[low:high])
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+@dataclasses.dataclass(eq=False)
 class Delta:
-    """Changes of a model.
+    """Changes of a model. `gpu.delta.DeviceDelta` has them on a device.
 
     Attributes:
         layout: The model.
@@ -53,12 +63,12 @@ class Delta:
     @property
     def changed(self) -> int:
         """Number of elements."""
-        return sum(sparse.at_K.size for sparse in self.steps.values())
+        return sum(steps.changed for steps in self.steps.values())
 
     @property
     def nbytes(self) -> int:
         """Bytes of its arrays."""
-        return sum(array.nbytes for sparse in self.steps.values() for array in sparse)
+        return sum(steps.nbytes for steps in self.steps.values())
 
     def counts(self) -> dict[str, int]:
         """Return how many elements of each changed tensor it changes, in the order of the layout."""
@@ -71,6 +81,10 @@ class Delta:
 
     def _count_T(self) -> dict[int, np.ndarray]:
         return {width: np.diff(bound_T) for width, bound_T in self._bound_T.items()}
+
+    def host(self) -> Delta:
+        """Return it with its arrays on the host, where they are."""
+        return self
 
     def of(self, name: str) -> Sparse:
         """Return the steps of a tensor, by flat indices."""
@@ -87,17 +101,17 @@ class Delta:
         at_K, step_K = self.of(name)
         bits_N[at_K] += step_K
 
-    def split(self, most: int) -> Iterator[Delta]:
-        """Yield it in pieces of about `most` elements, which end where tensors end; nothing if it is
-        empty.
-        """
-        for piece in pieces(self._count_T(), most):
-            edges = {
-                width: self.layout.vectors[width].first_T[[*numbers]] for width, numbers in piece.items()
-            }
-            yield Delta(
-                self.layout, {width: self.steps[width].between(*edge) for width, edge in edges.items()}
-            )
+    def split(self, most: int) -> Iterator[Piece]:
+        """Yield pieces of about `most` elements, which end where tensors end; nothing if it is empty."""
+        return pieces(self._count_T(), most)
+
+    def part(self, piece: Piece) -> Delta:
+        """Return a piece of it; views."""
+        vectors, steps = self.layout.vectors, dict[int, Sparse]()
+        for width, numbers in piece.items():
+            first, last = vectors[width].first_T[[*numbers]].tolist()
+            steps[width] = self.steps[width].between(first, last)
+        return Delta(self.layout, steps)
 
 
 Piece = Mapping[int, tuple[int, int]]

@@ -21,7 +21,7 @@ from deltasync.codec import tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.errors import CorruptDataError
 from deltasync.gpu.delta import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
-from deltasync.gpu.devices import accelerator
+from deltasync.kernels.backend import accelerator
 from deltasync.publish import encode
 from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
@@ -103,7 +103,7 @@ class Case:
         of = deltas.digests(self.new)
         return [
             codec.get(name).encode(part, lambda tensor: (self.new[tensor], 0), of, 8, 7)
-            for part in self.delta.split(most)
+            for part in map(self.delta.part, self.delta.split(most))
         ]
 
 
@@ -136,7 +136,7 @@ def case(fraction: float, shapes: dict[str, list[tuple[int, ...]]] = SHAPES, see
 
 def _written(made: Case, name: str, most: int) -> tuple[list[bytes], DeviceDelta]:
     there = made.there()
-    pieces = list(on_device.split(there, most))
+    pieces = list(there.split(most))
     found = [each.to_bytes() for each in _codec(made).encode(name, there, made.digests, 8, 7, pieces)]
     return found, there
 
@@ -203,7 +203,7 @@ def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPat
     before = made.there(are_new=False)
     places = {2: on_device.Places.of(made.layout.vectors[2], before.bits[2])}
     opened = [codec.open_payload(data) for data in found]
-    steps = _codec(made).decode(opened, places)[2]
+    steps = _codec(made).decode(opened, places)[0].steps[2]
     assert torch.equal(steps.low_K, there.steps[2].low_K)
     assert torch.equal(steps.step_K.view(torch.int16), there.steps[2].step_K)
 
@@ -253,7 +253,7 @@ def _codec(made: Case) -> on_device.DeviceCodec:
 
 def _read(made: Case, payload: Payload, places: dict[int, on_device.Places]) -> object:
     try:
-        found = _codec(made).decode([payload], places)[2]
+        found = _codec(made).decode([payload], places)[0].steps[2]
     except CorruptDataError:
         return None
     return found.low_K.tolist(), found.step_K.cpu().view(torch.int16).tolist()

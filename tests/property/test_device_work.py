@@ -118,7 +118,7 @@ def works(made: Case, name: str, work: Work) -> Steps:
     tiles.counts(of, tiles.TILE, tiles.BLOCK)
     found = {}
     with work:
-        encoded = [*coder.encode(name, delta, digests, 8, list(on_device.split(delta, 10**6)))]
+        encoded = [*coder.encode(name, delta, digests, 8, list(delta.split(10**6)))]
     found["encode"] = work.calls, work.peak_bytes, work.crossed_bytes
     files = [("payload", each.to_bytes()) for each in encoded]
     opened, record = [codec.open_payload(data) for _, data in files], record_of(name, 8, 7, delta.changed)

@@ -68,7 +68,7 @@ def test_versions_are_decoded_where_the_weights_are(codec: str, monkeypatch: pyt
     memory.audit()
     follower = LiveWeights(reader, memory)
     follower.identified(reader.numbered(1))
-    on_host = mock.patch.object(payloads, "delta", side_effect=AssertionError("decoded on the host"))
+    on_host = mock.patch.object(payloads, "decode", side_effect=AssertionError("decoded on the host"))
     for number, state in enumerate(states[1:], 2):
         chain = find_chain(reader, follower.version, reader.numbered(number).version)
         with on_host:

@@ -26,10 +26,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from deltasync.errors import CommitError, StageError
+from deltasync.gpu import backend as gpu_backend
 from deltasync.gpu import devices
+from deltasync.gpu import staging as gpu_staging
 from deltasync.gpu.delta import BLOCK, DeviceDelta, DeviceSparse
-from deltasync.gpu.devices import Device
 from deltasync.kernels import host_segments, reference, table, torch_ops
+from deltasync.kernels.backend import Backend, backend_of
 from deltasync.live import LiveMemory, Segment, staging
 from deltasync.live.staging import Staged
 from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec
@@ -59,7 +61,8 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(table, "STREAM_BLOCK", 256)
     monkeypatch.setattr(table, "WRITTEN_AT_ONCE", 3 * 64)
     monkeypatch.setattr(table, "READ_AT_ONCE", 3 * 256)
-    monkeypatch.setattr(staging, "_DEVICE_PIECE_BYTES", 512)
+    monkeypatch.setattr(gpu_staging, "_PIECE_BYTES", 512)
+    monkeypatch.setattr(staging, "_COMPARED_BYTES", 512)
     if INTERPRETED:
         monkeypatch.setattr(gpu_segments, "_READ_BLOCK", 128)
 
@@ -95,7 +98,7 @@ class Model:
             assert not self.memory.differs(name, signed_view(bits_N))
 
 
-def make(*places: Device | None, rows: int = 40, columns: int = 24) -> Model:
+def make(*places: Backend | None, rows: int = 40, columns: int = 24) -> Model:
     """Half of the columns transposed, the other half in a wider buffer, on devices in turn."""
     specs = {
         name: TensorSpec(name, dtype, (rows, columns))
@@ -200,7 +203,7 @@ def test_a_commit_is_a_constant_number_of_launches(segment_count: int, kernels: 
     staged = memory.stage(Changed(Delta(Layout(specs), {2: steps}), dict.fromkeys(specs, 0)))
     for device in held:
         assert device.launches == ["fingerprint", "prepare"]
-        assert len(device.allocated) == 8  # four for a table, four for a version
+        assert len(device.allocated) == 7  # three for a table, four for a version
         device.launches.clear()
     launched = []
     with contextlib.ExitStack() as stack:
@@ -321,8 +324,9 @@ class _Allocations(TorchDispatchMode):
 def test_full_weights_take_little_memory_of_the_device(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All sizes a 32nd part: a model of 288 MiB on a device where 192 MiB more than the reserve are free."""
     for module, name in (
-        (staging, "_DEVICE_PIECE_BYTES"),
-        (staging, "_DIFFERING_BYTES"),
+        (gpu_staging, "_PIECE_BYTES"),
+        (staging, "_COMPARED_BYTES"),
+        (gpu_staging, "_DIFFERING_BYTES"),
         (devices, "_STEP_BYTES"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name) // 32)
@@ -331,7 +335,7 @@ def test_full_weights_take_little_memory_of_the_device(kind: str, monkeypatch: p
     after = model.after(kind)
     with _Allocations() as made:
         staged = model.stage(kind, after)
-    assert made.largest <= staging._DEVICE_PIECE_BYTES
+    assert made.largest <= gpu_staging._PIECE_BYTES
     with _Allocations() as made:
         for copy in staged.copies:
             copy.exchange()
@@ -365,7 +369,7 @@ def test_staging_beyond_what_is_free_is_refused_before_it_allocates(kind: str) -
     model.memory.commit(model.stage(kind, after))
 
 
-class _Gpu(Device):
+class _Gpu(devices.Device):
     """A GPU, as PyTorch's allocator and the driver describe it, whose memory is the host's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, free_bytes: int = 0) -> None:
@@ -522,10 +526,10 @@ def test_positions_are_searched_by_their_lower_halves(last: int) -> None:
     at_K = np.unique(near[(near >= 0) & (near < last)])
     limit_L = np.unique(np.concatenate((at_K, at_K + 1, [0, last])))
     sent = lambda *arrays: [torch.from_numpy(array.astype(np.int64)) for array in arrays]  # noqa: E731
-    places: Any = SimpleNamespace(table=SimpleNamespace(limit_L=limit_L, sent=sent))
+    made: Any = SimpleNamespace(limit_L=limit_L, sent=sent)
     for held in (at_K, at_K[:0], at_K[-1:]):
         low_K = torch.from_numpy(held.astype(np.uint32).view(np.int32))
-        found = staging.Places._searched(places, held, low_K)
+        found = gpu_backend._searched(made, held, low_K)
         np.testing.assert_array_equal(found, np.searchsorted(held, limit_L))
 
 
@@ -574,7 +578,7 @@ class _Flat:
             torch.from_numpy(bound_B),
             layout.vectors[2].count(self.at_K),
         )
-        self.on_device = Changed(DeviceDelta(layout, {2: on_device}, {}), wanted)  # type: ignore[arg-type]
+        self.on_device = Changed(DeviceDelta(layout, {2: on_device}), wanted)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kernels", KERNELS[-1:])
@@ -686,9 +690,6 @@ def test_warming_up_serves_each_dtype_of_a_device() -> None:
 
 
 def test_the_host_is_no_device_and_a_device_is_made_once() -> None:
-    assert devices.device_of(torch.zeros(1)).is_host
-    assert (
-        devices.device_of(torch.zeros(1, device="meta"))
-        is devices.device_of(torch.zeros(2, device="meta"))
-        is not None
-    )
+    assert backend_of(torch.device("cpu")).is_host
+    assert backend_of(torch.device("meta")) is backend_of(torch.zeros(2, device="meta").device)
+    assert not backend_of(torch.device("meta")).is_host

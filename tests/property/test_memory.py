@@ -334,7 +334,7 @@ class _FailingCopy(TorchFunctionMode):
 
 
 def test_a_commit_that_fails_anywhere_leaves_the_old_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(staging, "_HOST_PIECE_BYTES", 4)  # two pieces
+    monkeypatch.setattr(staging, "_PIECE_BYTES", 4)  # two pieces
     memory, tensors, weights = _mixed("bfloat16", "bfloat16")
     before = dict(memory.fingerprints)
     for number in itertools.count(1):
