@@ -5,9 +5,8 @@
 from the root of the repository, with the development dependencies. Needs no GPU, and about ten minutes on two
 cores. Trains with the demo's task and trainer, on a real vLLM server for each arm:
 
-    dense       every sync writes all weights as a bfloat16 checkpoint, which vLLM reloads itself
-    (`reload_weights`) deltasync   every sync publishes to the channel that the server follows, and waits
-    until the server has the version
+    dense       every sync writes all weights as a bfloat16 checkpoint, which vLLM reloads itself (`reload_weights`)
+    deltasync   every sync publishes to the channel that the server follows, and waits until the server has the version
 
 Asynchronous rollouts depend on how requests were batched, so two runs with the same seed differ; this is the
 noise. Writes docs/images/async_learning.png. Exits with 1 if the arms' mean rewards over the last ten steps

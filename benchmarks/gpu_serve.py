@@ -1,8 +1,8 @@
 """A real vLLM and a real trainer on one GPU, while completions stream: what a version costs trainer, server
 and clients.
 
-    python -m benchmarks.gpu_serve [--versions 20] [--streams 32] [--json] python -m benchmarks.gpu_serve
-    --device cpu --size tiny --versions 3 --streams 4        # tries the benchmark itself
+    python -m benchmarks.gpu_serve [--versions 20] [--streams 32] [--json]
+    python -m benchmarks.gpu_serve --device cpu --size tiny --versions 3 --streams 4        # tries the benchmark itself
 
 The trainer (float32 master, AdamW, random tokens) publishes a version a second to a folder, in memory if
 there is room; the server follows it by the literal command. Every bit of the first versions and of the last

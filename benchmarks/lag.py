@@ -7,9 +7,9 @@ from the root of the repository, with the development dependencies. The store is
 host replica each reach it over a simulated line (`tests.servers.line`). All run in processes of their own,
 and requests are counted at the server. Bits are compared at the last version.
 
-small   a delta of 130 kB at 200 ms per round trip: round trips from the beginning of the publish, without the
-encode large   1 % of Qwen3-0.6B's shape, 7 MB, over 50 ms and 100 Mbit/s: times one transfer and two round
-trips idle    requests of a replica while nothing is published
+small   a delta of 130 kB at 200 ms per round trip: round trips from the beginning of the publish, without the encode
+large   1 % of Qwen3-0.6B's shape, 7 MB, over 50 ms and 100 Mbit/s: times one transfer and two round trips
+idle    requests of a replica while nothing is published
 """
 
 from __future__ import annotations

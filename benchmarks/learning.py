@@ -5,9 +5,9 @@
 from the root of the repository, with the development dependencies. Needs no GPU, and about five minutes on
 two cores. Runs TRL's GRPOTrainer three times from the same seeds, each on a real vLLM server of its own:
 
-    frozen      no weights ever reach the server: the control, whose parameters must differ deltasync   every
-    sync publishes to the channel that the server follows dense       every sync writes all weights as a
-    bfloat16 checkpoint, which vLLM reloads itself (`reload_weights`)
+    frozen      no weights ever reach the server: the control, whose parameters must differ
+    deltasync   every sync publishes to the channel that the server follows
+    dense       every sync writes all weights as a bfloat16 checkpoint, which vLLM reloads itself (`reload_weights`)
 
 The server runs one request at a time and every request has a seed, so that tokens depend on the weights alone
 and not on how requests were batched. Writes docs/images/learning.png. Exits with 1 unless deltasync and dense

@@ -1,9 +1,9 @@
 """Record every file of docs/results/ anew on this machine, then the tables and pictures of the documents.
 
-    make results                          # hours; an interrupted one goes on where it stopped make results
-    RESULTS='--list'         # the files, their commands, minutes, and what this machine cannot do make
-    results RESULTS='--only shards --only codec' make results RESULTS='--into docs/results/h100'     # another
-    machine's files, for docs/benchmarks/machines.md
+    make results                          # hours; an interrupted one goes on where it stopped
+    make results RESULTS='--list'         # the files, their commands, minutes, and what this machine cannot do
+    make results RESULTS='--only shards --only codec'
+    make results RESULTS='--into docs/results/h100'     # another machine's files, for docs/benchmarks/machines.md
 
 Each command prints a result with machine, versions and commit. They are kept in `--state`, with a log each,
 until all that were asked for have ended; only then the documents change, so that all results are of one

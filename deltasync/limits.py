@@ -1,4 +1,5 @@
-"""Limits of memory, and of what is taken from a store or a client: one constant for each.
+"""Limits of what is taken from a store or a client, and of what is held for it: one constant for each.
+Sizes of working buffers are constants of the modules that fill them (`..._BYTES`).
 
 docs/reference/limits.md shows them with their units.
 """

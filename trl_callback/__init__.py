@@ -1,8 +1,7 @@
 """deltasync for TRL and transformers: publish the weights of a trainer to a channel.
 
-trainer = AsyncGRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])    # or GRPOTrainer: instead
-of NCCL trainer = Trainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])             # any other
-trainer
+trainer = AsyncGRPOTrainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])    # or GRPOTrainer: instead of NCCL
+trainer = Trainer(..., callbacks=[DeltaSyncCallback("s3://bucket/run")])             # any other trainer
 """
 
 from importlib.util import find_spec

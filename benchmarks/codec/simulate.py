@@ -7,13 +7,13 @@ what the steps are added to: an fp32 master that is one for a while, an fp32 mas
 values of a checkpoint, or the bf16 values themselves. Compared with published numbers of real runs, at their
 density:
 
-    master                                        fp32     bf16 start    bf16    published changed by 8 steps,
-    times that of one          5.1         4.8       1.7     1.7   PULSE, Qwen2.5-7B in bf16, 0.86 % changed
-    by 32 steps, times that of one        12.0        10.4       2.4     2.3   the same bits, COO u8/u16 +
-    bf16, zstd                 24.1        23.9      23.1    23.1   PULSE in production, 0.78 % index bits,
-    exponent-class Rice                6.2   3.8 ... 4.7     1.9     4.3   PULSEPT v3, Qwen3-8B, about 0.43 %
-    of what step 2 changes, changed in step 1     21 %        40 %      80 %     45 to 52 %   SparseRL-Sync,
-    0.65 % of what step 11 changes, changed before       54 %        67 %      96 %     72 to 77 %   the same
+    master                                        fp32     bf16 start    bf16    published
+    changed by 8 steps, times that of one          5.1         4.8       1.7     1.7   PULSE, Qwen2.5-7B in bf16, 0.86 %
+    changed by 32 steps, times that of one        12.0        10.4       2.4     2.3   the same
+    bits, COO u8/u16 + bf16, zstd                 24.1        23.9      23.1    23.1   PULSE in production, 0.78 %
+    index bits, exponent-class Rice                6.2   3.8 ... 4.7     1.9     4.3   PULSEPT v3, Qwen3-8B, about 0.43 %
+    of what step 2 changes, changed in step 1     21 %        40 %      80 %     45 to 52 %   SparseRL-Sync, 0.65 %
+    of what step 11 changes, changed before       54 %        67 %      96 %     72 to 77 %   the same
 
 Runs in pure bf16 are met by `bf16`, runs with an fp32 master best by `bf16 start`, whose range is from step
 12 to step 100.

@@ -1,9 +1,9 @@
 """A folder of real runs: one channel each, the checkpoint that they start from, and what was logged while
 training.
 
-    FOLDER/base/            the checkpoint, a directory that `from_pretrained` loads FOLDER/NAME/
-    the channel of a run, a version for each optimizer step FOLDER/NAME.json        its learning rate and
-    logged steps; a run whose channel was not kept has this file alone
+    FOLDER/base/            the checkpoint, a directory that `from_pretrained` loads
+    FOLDER/NAME/            the channel of a run, a version for each optimizer step
+    FOLDER/NAME.json        its learning rate and logged steps; a run whose channel was not kept has this file alone
 
 Shape suffix: N elements of the whole model, tensor after tensor in the order of the channel's table.
 """

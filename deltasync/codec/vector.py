@@ -183,7 +183,7 @@ def payload_of(
     arrays: dict[str, torch.Tensor],
     vectors: dict[str, dict[str, Any]],
 ) -> Encoded:
-    """Return a payload of `entries` of all widths, and what is said of them."""
+    """Build a payload from the arrays and the metadata that `entries` returned for each width."""
     extra = {"block_elements": str(tiles.BLOCK), "vectors": json.dumps(vectors, separators=(",", ":"))}
     if any("tiles" in row for row in vectors.values()):
         extra["tile_elements"] = str(tiles.TILE)

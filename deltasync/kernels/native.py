@@ -199,8 +199,8 @@ def compare(
 
 
 def _cut(row_RF: np.ndarray, size_R: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray]:
-    """Cut rows of these sizes into rows of at most `most`; return the row of each, a copy, and what lies
-    before it there.
+    """Split rows into chunks of at most `most`; return a copy of the row for each chunk, and the chunk's offset
+    in it.
     """
     count_R = -(-size_R // most)
     cut_CF = np.repeat(row_RF, count_R, axis=0).astype(np.int64)

@@ -1,11 +1,11 @@
 """Routes of a replica in an engine's HTTP server.
 
-GET  /deltasync/status         version served, lag, errors, and each commit's numbers; ?commits=0 leaves these
-out GET  /deltasync/ready          200 while a version that is new enough is served, otherwise 503; needs no
-token POST /deltasync/sync           refresh now, and reply once a version is served POST /deltasync/pin
-stay at a version, or follow again, and reply once that is served; 409 keeps the old pin POST
-/receive_weight_update    as /deltasync/sync, by the trainer's step, as PipelineRL's trainer calls it GET
-/deltasync/digest         sha256 of every live tensor, read between two engine steps
+GET  /deltasync/status         version served, lag, errors, and each commit's numbers; ?commits=0 leaves these out
+GET  /deltasync/ready          200 while a version that is new enough is served, otherwise 503; needs no token
+POST /deltasync/sync           refresh now, and reply once a version is served
+POST /deltasync/pin            stay at a version, or follow again, and reply once that is served; 409 keeps the old pin
+POST /receive_weight_update    as /deltasync/sync, by the trainer's step, as PipelineRL's trainer calls it
+GET  /deltasync/digest         sha256 of every live tensor, read between two engine steps
 
 If DELTASYNC_HTTP_TOKEN is set, all but `ready` require it; without it, status replies with the state and the
 versions only. Requests from other sites' pages are refused (`deltasync.serve.requests`), and so are bodies

@@ -1,9 +1,9 @@
 """A cache directory that the processes of a machine share. Each object is downloaded once.
 
     <sha256>          an object, named by its digest; valid for every key and channel, never stale
-    .<sha256>.tmp     an object that the holder of .lock-store is writing .lock-3f          held during the
-    download of an object whose digest starts with 3f; others wait, then read the file .lock-store       held
-    while a file is added and old ones are evicted
+    .<sha256>.tmp     an object that the holder of .lock-store is writing
+    .lock-3f          held during the download of an object whose digest starts with 3f; others wait, then read the file
+    .lock-store       held while a file is added and old ones are evicted
 
 A cached object must pass the same check as a downloaded one; a file that fails is deleted and downloaded
 again. The directory has mode 0700 and belongs to this user, which is checked at each use. A lock ends with

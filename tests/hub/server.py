@@ -3,14 +3,16 @@
 
 Prints its port. Keeps everything in memory. Besides what it imitates it answers
 
-    GET  /_requests              requests by name since the last reset POST /_reset                 forget the
-    counts, the faults and the conditions POST /_faults                arm a fault: the fields of `Fault` as
-    JSON POST /_set                   change `Conditions`: its fields as JSON GET  /_log
-    requests since the last call, while `log` is set: time, name, method, path, token, client POST
-    /_raw/{bucket id}       {"text": ...} to all who listen, as it is POST /_events/{bucket id}    {"do":
-    "drop" | "reset" | "reconnect"} to all who listen; the reply says to how many POST /_fill/{bucket id}
-    {"paths": [...], "like": path}: give many paths the content of one GET  /_spaces                every
-    Space, its secrets included GET  /_jobs                  every job that was started, its secrets included
+    GET  /_requests              requests by name since the last reset
+    POST /_reset                 forget the counts, the faults and the conditions
+    POST /_faults                arm a fault: the fields of `Fault` as JSON
+    POST /_set                   change `Conditions`: its fields as JSON
+    GET  /_log                   requests since the last call, while `log` is set: time, name, method, path, token, client
+    POST /_raw/{bucket id}       {"text": ...} to all who listen, as it is
+    POST /_events/{bucket id}    {"do": "drop" | "reset" | "reconnect"} to all who listen; the reply says to how many
+    POST /_fill/{bucket id}      {"paths": [...], "like": path}: give many paths the content of one
+    GET  /_spaces                every Space, its secrets included
+    GET  /_jobs                  every job that was started, its secrets included
 """
 
 from __future__ import annotations
