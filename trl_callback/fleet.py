@@ -28,7 +28,7 @@ class Fleet:
         self._urls = urls
         self._read_s = -_REFRESH_EVERY_S
         self._seen: list[Heartbeat] | None = None
-        self._beats: tuple[str, heartbeat.Heartbeats] | None = None
+        self._beats: tuple[str, heartbeat.FleetHeartbeats] | None = None
 
     def metrics(self, run_id: str, newest_version: int, published: Mapping[int, str]) -> dict[str, float]:
         """Return the number of live replicas and the lag of the slowest one, in versions; empty if there is
@@ -53,7 +53,7 @@ class Fleet:
     def _refresh(self, run_id: str) -> None:
         try:
             if self._beats is None or self._beats[0] != run_id:
-                self._beats = run_id, heartbeat.Heartbeats(self._store, run_id)
+                self._beats = run_id, heartbeat.FleetHeartbeats(self._store, run_id)
             self._seen = heartbeat.ask(self._urls, run_id) if self._urls else self._beats[1].refresh()
         except DeltaSyncError:
             self._seen = None  # the next read may succeed

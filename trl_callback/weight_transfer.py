@@ -79,7 +79,7 @@ class DeltaWeightTransfer:
         self._published: Receipt | None = None  # the last publication's receipt
         self._receipt: Receipt | None = None  # the same, until it is in the history
         self._pace: Pace | None = None
-        self._heard: heartbeat.Heartbeats | None = None
+        self._heard: heartbeat.FleetHeartbeats | None = None
         self._history = History()
 
     @property
@@ -312,7 +312,7 @@ class DeltaWeightTransfer:
         if required:
             wait(required, True)
         if self._heard is None:
-            self._heard = heartbeat.Heartbeats(self._store, run_id, decides=True)
+            self._heard = heartbeat.FleetHeartbeats(self._store, run_id, decides=True)
         wait(urls)
 
     def destroy(self) -> None:

@@ -21,7 +21,7 @@ from deltasync.config import Retention
 from deltasync.errors import ChainError, DeltaSyncError, get_logger
 from deltasync.ops.retention import KeepPolicy
 from deltasync.ops.steps import CODEC, Steps
-from deltasync.ops.watch import JoinPoint, Watch
+from deltasync.ops.watch import JoinPoint, JoinWatch
 from deltasync.publish.anchor import store_anchor
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance
@@ -154,7 +154,7 @@ class Compactor(Maintenance):
         self._log, self._model_files = log, model_files
         self._compact_every, self._anchor_every = retention.compact_every, anchor_every
         self._ranks = ranks if ranks.size > 1 else None
-        self._watch, self._collector = Watch(reader, log), Collector(reader, retention)
+        self._watch, self._collector = JoinWatch(reader, log), Collector(reader, retention)
         self._workers, self._lock = Workers(1, "maintenance"), threading.Lock()
         self._point = JoinPoint.of(chain) if chain else None
         since = 0 if self._point is None else self._point.version

@@ -358,7 +358,7 @@ def _served(reader: ChannelReader, held: Scan, clock: StoreClock, within_s: floa
     """
     numbered = {slot.version: slot for slot in lineage(held.records)}
     found: set[Slot] = set()
-    for beat in heartbeat.Heartbeats(reader.store, reader.channel().run_id, clock, decides=True).boots(
+    for beat in heartbeat.FleetHeartbeats(reader.store, reader.channel().run_id, clock, decides=True).boots(
         within_s
     ):
         if beat.state != heartbeat.STOPPED:

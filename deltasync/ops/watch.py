@@ -61,7 +61,7 @@ class JoinPoint:
         return dataclasses.replace(self, version=version, compaction=key or self.compaction)
 
 
-class Watch:
+class JoinWatch:
     """Watches what a late joiner needs, by a few small requests at a time.
 
     Attributes:

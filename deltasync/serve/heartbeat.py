@@ -111,8 +111,8 @@ def write(store: Store, heartbeat: Heartbeat) -> None:
 
 
 def read_all(store: Store, run_id: str) -> list[Heartbeat]:
-    """Read the heartbeats of one run's replicas, see `Heartbeats.refresh`."""
-    return Heartbeats(store, run_id).refresh()
+    """Read the heartbeats of one run's replicas, see `FleetHeartbeats.refresh`."""
+    return FleetHeartbeats(store, run_id).refresh()
 
 
 _State = tuple[int, float, str | None]
@@ -129,7 +129,7 @@ class _Known:
     beats: list[Heartbeat] | None = None  # empty if it is unreadable; None until it was read
 
 
-class Heartbeats:
+class FleetHeartbeats:
     """The heartbeats of one run in a store. Each look lists them and reads those that have changed, however
     many there are.
 
@@ -388,7 +388,7 @@ def wait_for(
     published: Mapping[int, str],
     timeout_s: float,
     urls: Sequence[str] = (),
-    known: Heartbeats | None = None,
+    known: FleetHeartbeats | None = None,
     required: bool = False,
 ) -> list[Heartbeat]:
     """Block until every live replica serves a version or a later one, at least one, and return their
@@ -415,7 +415,7 @@ def wait_for(
     """
     deadline = time.monotonic() + timeout_s
     poll_s = _FIRST_POLL_S
-    known = Heartbeats(store, run_id, decides=True) if known is None else known
+    known = FleetHeartbeats(store, run_id, decides=True) if known is None else known
     followed_s = time.monotonic()
     while True:
         refresh_until = max(deadline, time.monotonic() + _REFRESH_S)

@@ -172,7 +172,7 @@ def test_a_replica_whose_clock_is_wrong_is_waited_for(store: Store) -> None:
 
 
 def test_a_replica_that_goes_on_is_live_whatever_time_the_store_has(store: Store) -> None:
-    known = heartbeat.Heartbeats(store, RUN)
+    known = heartbeat.FleetHeartbeats(store, RUN)
     beat(store, "replica", 1, age_s=LONG_AGO_S)
     assert not heartbeat.is_live(known.refresh()[0])
     beat(store, "replica", 1, age_s=LONG_AGO_S - 1)  # the store's clock is behind ours
@@ -186,7 +186,7 @@ def test_a_look_reads_only_what_has_changed_and_who_does_not_serve(
     for number in range(20):
         beat(store, f"replica-{number:02d}", 2)
     beat(store, "straggler", 1)
-    known = heartbeat.Heartbeats(store, RUN)
+    known = heartbeat.FleetHeartbeats(store, RUN)
     serves = lambda found: found.version == 2  # noqa: E731
     known.refresh(enough=serves)
     store.bytes_read.clear()
@@ -212,7 +212,7 @@ def test_every_replica_counts_however_many_there_are(memory_url: str) -> None:
         store.inner.put(f"replicas/{number:05d}.json", ready.replace(b"ready", b"r%05d" % number))
     store.inner.put("replicas/straggler.json", late)
     store.age(20.0, "replicas/straggler.json")  # it was heard of before all others
-    known = heartbeat.Heartbeats(store, RUN, decides=True)
+    known = heartbeat.FleetHeartbeats(store, RUN, decides=True)
     with pytest.raises(AckTimeoutError, match=r"these replicas lag: straggler \(serves version 1[^;]*\)\.$"):
         heartbeat.wait_for(store, RUN, 2, PUBLISHED, 0.0, known=known)
     store.bytes_read.clear()
@@ -253,7 +253,7 @@ def test_ages_are_by_the_stores_clock(memory_url: str, ahead_s: float) -> None:
 def test_a_dead_fleet_is_dead_by_any_clock(memory_url: str, ahead_s: float, decides: bool) -> None:
     store = FaultyStore(open_store(memory_url), ahead_s=ahead_s)
     beat(store, "dead", 1, age_s=LONG_AGO_S)
-    (found,) = heartbeat.Heartbeats(store, RUN, decides=decides).refresh()
+    (found,) = heartbeat.FleetHeartbeats(store, RUN, decides=decides).refresh()
     # nothing looks old to who only shows it, for a minute
     assert heartbeat.is_live(found) == (not decides and ahead_s > 0)
 
@@ -270,7 +270,7 @@ def test_a_replica_that_a_listing_leaves_out_is_waited_for(memory_url: str) -> N
     store = FaultyStore(open_store(memory_url))
     beat(store, "straggler", 1)
     beat(store, "ready", 2)
-    known = heartbeat.Heartbeats(store, RUN, decides=True)
+    known = heartbeat.FleetHeartbeats(store, RUN, decides=True)
     assert len(known.refresh()) == 2
     store.hide(lambda key: "straggler" in key)
     with pytest.raises(AckTimeoutError, match="lag: straggler"):

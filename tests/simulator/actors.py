@@ -73,7 +73,7 @@ def trainer(world: World, process: Process) -> None:
         publisher: Publisher = opened
         mine: dict[int, str | None] = {}
         receipts: list[Any] = []
-        beats = heartbeat.Heartbeats(Line(world.disk, process), publisher.run_id, decides=True)
+        beats = heartbeat.FleetHeartbeats(Line(world.disk, process), publisher.run_id, decides=True)
         interrupted, leaves = False, world.random.choice((0.02, 0.3))
         while world.step():
             other = another_call(world, process, publisher, mine, receipts)
@@ -222,7 +222,7 @@ def waited(
     return True
 
 
-def acknowledged(world: World, beats: heartbeat.Heartbeats, publisher: Publisher, receipt: Any) -> None:
+def acknowledged(world: World, beats: heartbeat.FleetHeartbeats, publisher: Publisher, receipt: Any) -> None:
     """Wait, now and then, until a replica serves a version: it must be one of ours, and a follower that had
     it.
     """

@@ -45,6 +45,7 @@ KNOWN = {
     "publish.shadow trainer.stream",
     "publish.upload trainer.ranks",
 }
+TWICE = {"Bits", "Delta", "Places"}  # names of two classes still
 FOR_ALL = ("errors", "config", "limits", "threads", "ending")
 PROGRAMS = ("deltasync.ops.dashboard", "deltasync.ops.cli")
 HEAVY = ("vllm", "sglang", "trl", "transformers", "obstore", "matplotlib", "cryptography")
@@ -159,6 +160,15 @@ def test_imports_have_no_cycle() -> None:
     }
     # A package's __init__ names its own submodules, which name each other.
     graphlib.TopologicalSorter(graph).prepare()
+
+
+def test_a_class_name_stands_once() -> None:
+    homes: dict[str, list[str]] = {}
+    for module, path in (each for package in PACKAGES for each in _modules(package)):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(module)
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1 and name not in TWICE}
 
 
 def test_stores_know_no_tensors() -> None:

@@ -188,7 +188,7 @@ class ChannelObserver:
         self._numbers: set[int] = set()  # all listed version numbers
         self._held: dict[str, ObjectInfo] = {}  # records, compactions and files of the last listing
         self._problems: dict[str, str] = {}
-        self._heartbeats: heartbeat.Heartbeats | None = None
+        self._heartbeats: heartbeat.FleetHeartbeats | None = None
         self._beats: list[Heartbeat] = []
         self._served: dict[str, int | None] = {}
         self._since_s: dict[str, float] = {}  # when each replica's first heartbeat with a version was stored
@@ -212,7 +212,7 @@ class ChannelObserver:
             self._list()
             self._head = newest
         if self._heartbeats is None or self._heartbeats.run_id != run_id:
-            self._heartbeats = heartbeat.Heartbeats(self._reader.store, run_id, self._clock)
+            self._heartbeats = heartbeat.FleetHeartbeats(self._reader.store, run_id, self._clock)
         self._beats = self._heartbeats.refresh()
         for beat in self._beats:
             self._observe(beat)
