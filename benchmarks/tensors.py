@@ -1,7 +1,6 @@
 """The cost of each tensor: models of many small tensors and of few large ones, with as many elements.
 
-    python -m benchmarks.tensors [--elements 20000000] [--many 20000] [--few 30] [--changed 0.01] [--rounds 7]
-    [--json]
+    python -m benchmarks.tensors [--elements 20000000] [--many 20000] [--few 30] [--changed 0.01] [--rounds 7] [--json]
 
 Publishes to memory and follows from there: the time that `publish` holds the trainer, in its thread alone;
 the process's time until the version is visible, the held time included, and of the replica's sync. The

@@ -1,5 +1,12 @@
-"""`python -m deltasync`: the command where no script directory is on the path."""
+"""`python -m deltasync`: a tour where nothing is asked, else the command, for where no script directory is on the path."""
 
-from deltasync.ops.cli import main
+import sys
 
-main(prog_name="deltasync")
+if len(sys.argv) > 1:
+    from deltasync.ops.cli import main
+
+    main(prog_name="deltasync")
+else:
+    from deltasync.ops.cli.tour import run
+
+    run()

@@ -1,7 +1,7 @@
 """Evaluate versions of a run on one vLLM server while training goes on: each in turn, then the newest again.
 
-    DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls
-    vllm_plugin.DeltaSyncWorkerExtension python examples/evaluate.py http://localhost:8000 10 20 30
+    DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
+    python examples/evaluate.py http://localhost:8000 10 20 30
 
 A score is the mean log probability that a version gives to its own greedy answers; put your own evaluation
 there.

@@ -1,14 +1,13 @@
 r"""GRPO on a vLLM server that follows the trainer through a channel: no NCCL, no CUDA needed.
 
-    DELTASYNC_CHANNEL=s3://bucket/run vllm serve Qwen/Qwen3-0.6B --worker-extension-cls
-    vllm_plugin.DeltaSyncWorkerExtension python examples/grpo.py --model Qwen/Qwen3-0.6B --channel
-    s3://bucket/run
+    DELTASYNC_CHANNEL=s3://bucket/run vllm serve Qwen/Qwen3-0.6B --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
+    python examples/grpo.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run
 
 Without a GPU, with vLLM for CPU:
 
-    python examples/tiny_model.py /tmp/tiny VLLM_CPU_KVCACHE_SPACE=1 deltasync serve /tmp/tiny --channel
-    file:///tmp/run --enforce-eager --max-model-len 512 & python examples/grpo.py --model /tmp/tiny --channel
-    file:///tmp/run \
+    python examples/tiny_model.py /tmp/tiny
+    VLLM_CPU_KVCACHE_SPACE=1 deltasync serve /tmp/tiny --channel file:///tmp/run --enforce-eager --max-model-len 512 &
+    python examples/grpo.py --model /tmp/tiny --channel file:///tmp/run \
         --use_cpu --bf16 false --gradient_checkpointing false
 
 All options of TRL's GRPOConfig and of DeltaSyncConfig are options here.

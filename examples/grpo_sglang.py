@@ -1,8 +1,7 @@
 r"""GRPO that rolls out on an SGLang server, which follows the trainer through a channel.
 
     DELTASYNC_CHANNEL=s3://bucket/run python -m sglang.launch_server --model-path Qwen/Qwen3-0.6B --port 30000
-    python examples/grpo_sglang.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run --server
-    http://localhost:30000
+    python examples/grpo_sglang.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run --server http://localhost:30000
 
 The callback publishes the weights after each optimizer step. Each rollout waits until the server serves that
 step, and prints which versions made its tokens. All options of TRL's GRPOConfig and of DeltaSyncConfig are

@@ -31,39 +31,41 @@ class DeltaSyncConfig:
         codec (`str`, *optional*):
             Encoding of the changes, `"context"`, `"packed"` or `"raw"`. If `None`, `DELTASYNC_CODEC` or
             deltasync's default decides.
-        anchor_every (`int`, *optional*): Write full weights at least every N versions. If `None`,
-            `DELTASYNC_ANCHOR_EVERY` or deltasync's default decides.
-        served_dtype (`str`, *optional*): Dtype that floating-point weights are cast to before they are
-            compared and published: `"auto"` for the model's own where it is float16 or bfloat16, and bfloat16
-            for float32 masters; `"bfloat16"`, `"float16"`, `"float32"`, `"fp8"` for float8_e4m3fn with a
-            scale for each block of 128 by 128 weights, or `"keep"` for no cast. Patterns of names with their
-            own dtypes may follow, as in `"auto,*.router.*=float32"`; the last matching pattern decides.
-            Replicas should serve the same dtype. If `None`, `DELTASYNC_DTYPE` or `"auto"` decides. (Not
-            called `dtype`, which TRL's configs use for the dtype of training.)
-        adapter_only (`bool`, *optional*, defaults to `False`): Whether to publish the adapter of a PEFT model
-            instead of the merged weights, for servers started with `deltasync serve --adapter`. Not for
-            trainers that stream merged weights.
-        initial (`str`, *optional*): The checkpoint that training starts from and the replicas have loaded: a
-            model on the Hub, optionally with `@` and a revision, or a directory that the replicas can read
-            too. `"auto"` is the checkpoint that the model was loaded from. The first version then refers to
-            it, and no full weights are uploaded at the start. If `None`, the first version has full weights.
-        signing_key (`str`, *optional*): File of the private key to sign the channel with, see `deltasync
-            keygen`. If `None`, `DELTASYNC_SIGNING_KEY` decides.
-        resume (`bool` or `"overwrite"`, *optional*, defaults to `False`): Whether to continue the run in the
-            channel, whoever has begun it. Otherwise a used channel is refused, unless this trainer has begun
-            it: it resumes from a checkpoint of that run, or has its `owner`. Where the channel has the step
-            of the checkpoint that the trainer resumes from, the weights must be those that it has, or nothing
-            is published; `"overwrite"` goes on with any.
-        owner (`str`, *optional*): Id of the job, such as Slurm's, which stays the same when the job starts
-            again, so that it continues its own run before it has a checkpoint. If `None`, a random id in the
-            file `deltasync_owner` of the trainer's `output_dir`, which is written before the first version.
-            The channel names it; it is no secret.
+        anchor_every (`int`, *optional*):
+            Write full weights at least every N versions. If `None`, `DELTASYNC_ANCHOR_EVERY` or deltasync's default decides.
+        served_dtype (`str`, *optional*):
+            Dtype that floating-point weights are cast to before they are compared and published: `"auto"` for the model's
+            own where it is float16 or bfloat16, and bfloat16 for float32 masters; `"bfloat16"`, `"float16"`, `"float32"`,
+            `"fp8"` for float8_e4m3fn with a scale for each block of 128 by 128 weights, or `"keep"` for no cast. Patterns
+            of names with their own dtypes may follow, as in `"auto,*.router.*=float32"`; the last matching pattern decides.
+            Replicas should serve the same dtype. If `None`, `DELTASYNC_DTYPE` or `"auto"` decides. (Not called `dtype`,
+            which TRL's configs use for the dtype of training.)
+        adapter_only (`bool`, *optional*, defaults to `False`):
+            Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with
+            `deltasync serve --adapter`. Not for trainers that stream merged weights.
+        initial (`str`, *optional*):
+            The checkpoint that training starts from and the replicas have loaded: a model on the Hub, optionally with `@`
+            and a revision, or a directory that the replicas can read too. `"auto"` is the checkpoint that the model was
+            loaded from. The first version then refers to it, and no full weights are uploaded at the start. If `None`, the
+            first version has full weights.
+        signing_key (`str`, *optional*):
+            File of the private key to sign the channel with, see `deltasync keygen`. If `None`, `DELTASYNC_SIGNING_KEY`
+            decides.
+        resume (`bool` or `"overwrite"`, *optional*, defaults to `False`):
+            Whether to continue the run in the channel, whoever has begun it. Otherwise a used channel is refused, unless
+            this trainer has begun it: it resumes from a checkpoint of that run, or has its `owner`. Where the channel has
+            the step of the checkpoint that the trainer resumes from, the weights must be those that it has, or nothing is
+            published; `"overwrite"` goes on with any.
+        owner (`str`, *optional*):
+            Id of the job, such as Slurm's, which stays the same when the job starts again, so that it continues its own run
+            before it has a checkpoint. If `None`, a random id in the file `deltasync_owner` of the trainer's `output_dir`,
+            which is written before the first version. The channel names it; it is no secret.
 
         > Parameters that control when to publish
 
-        publish_steps (`int`, *optional*, defaults to `1`): Publish every N optimizer steps. Not used when TRL
-            decides when to sync: with `AsyncGRPOTrainer` (see `weight_sync_steps`) and with trainers that
-            generate on a vLLM server.
+        publish_steps (`int`, *optional*, defaults to `1`):
+            Publish every N optimizer steps. Not used when TRL decides when to sync: with `AsyncGRPOTrainer` (see
+            `weight_sync_steps`) and with trainers that generate on a vLLM server.
 
         > Parameters that control the replicas that TRL waits for
 

@@ -1,7 +1,6 @@
 """deltasync inside vLLM.
 
-    DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls
-    vllm_plugin.DeltaSyncWorkerExtension
+    DELTASYNC_CHANNEL=s3://bucket/run vllm serve MODEL --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
 
 The server then follows the channel, reports under /deltasync/ and /metrics, and keeps its caches apart by
 version. Without DELTASYNC_CHANNEL nothing in vLLM is changed. Two other ways, for other purposes:

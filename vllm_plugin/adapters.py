@@ -1,7 +1,6 @@
 """Following a channel that holds an adapter: vLLM's runtime LoRA loads each version under a name of its own.
 
-    next chain -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME
-    now means it too
+    next chain -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME now means it too
 
 A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the
 versions apart. The last versions can be requested by name. Older ones are unloaded once no request uses them.

@@ -1,7 +1,6 @@
 """Measure and check everything that runs on a GPU, on this machine's GPU, in less than 150 seconds.
 
-    python -m benchmarks.gpu [--parts kernels,dense,anchor,mixture,detect,tests] [--limit-s 150] [--no-counts]
-    [--json]
+    python -m benchmarks.gpu [--parts kernels,dense,anchor,mixture,detect,tests] [--limit-s 150] [--no-counts] [--json]
 
 `--parts kernels,dense,anchor,mixture --no-counts` is stage, commit, rollback, audit and full weights of 7.6 G
 elements in 339 and 18,819 tensors. Each part prints its rows as soon as it ends; one that would begin after

@@ -4,8 +4,8 @@ A table has a line for each run of elements: where the shadow and the new weight
 needs. It stays as long as the tensors do. Runs are cut into blocks (`tensors.device`), of which a group is
 compared at once:
 
-    _compare   reads both sides of each block, as 32-bit words, to find which elements differ; writes how
-               many, and up to `SLOT` of them (position in the block, step) into the block's slot
+    _compare   reads both sides of each block, as 32-bit words, to find which elements differ; writes how many, and up to
+               `SLOT` of them (position in the block, step) into the block's slot
     cumsum     finds where the changes of each block go
     _pack      moves the slots there, in order, and sums what the changes add to fingerprints
 

@@ -3,8 +3,7 @@
 The changes of a block are one rANS stream (Duda, "Asymmetric numeral systems", arXiv:1311.2540). To decode a
 symbol that owns the slots [start, start + freq) of 2**bits from the state x:
 
-    slot = x mod 2**bits;  x = freq * (x >> bits) + slot - start;  if x < 2**32 and a word is left: x = x <<
-    32 | next word
+    slot = x mod 2**bits;  x = freq * (x >> bits) + slot - start;  if x < 2**32 and a word is left: x = x << 32 | next word
 
 The words of a stream are the initial state, its low half first (a state below 2**32 is one word), then the
 further words in the order of reading. After the last symbol x is 1 and no word is left, which a reader

@@ -3,9 +3,9 @@
 Crash points where the store decides which writer wins (`seal`), for a log that ends with version v in epoch
 e:
 
-    after the probe              nothing has changed after the seal               the log of e has ended;
-    replicas poll the new epoch, and so does whoever opens next after the epoch's document   the same; v + 1
-    goes into its slot in the new epoch
+    after the probe              nothing has changed
+    after the seal               the log of e has ended; replicas poll the new epoch, and so does whoever opens next
+    after the epoch's document   the same; v + 1 goes into its slot in the new epoch
 
 Where it does not (`lease`), the old writer stops once the new epoch's document, the claim, is there.
 """

@@ -1,8 +1,7 @@
 """A long line: frames between pairs of TAP devices arrive later. For kernels without netem, such as those of
 many micro-VMs.
 
-    python -m tests.hosts.line SECONDS SWITCH HOST...    # network namespaces; prints `ready` once the devices
-    exist
+    python -m tests.hosts.line SECONDS SWITCH HOST...    # network namespaces; prints `ready` once the devices exist
 
 The device `eth0` of each host is joined to `to-HOST` of the switch. The rate of a line is the business of
 `tc`. Runs with real-time priority, because distance does not depend on how busy a machine is.

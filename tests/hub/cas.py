@@ -4,8 +4,8 @@ ranges out.
 A xorb is a row of chunks, each `u8 version (0), u24 stored length, u8 compression, u24 length, stored bytes`,
 perhaps with a footer. A shard says of which chunks of which xorbs a file consists, in records of 48 bytes:
 
-    header per file: hash, u32 flags, u32 term count; the terms: xorb hash, u32 flags, u32 bytes, u32 first
-    chunk, u32 end chunk;
+    header
+    per file: hash, u32 flags, u32 term count; the terms: xorb hash, u32 flags, u32 bytes, u32 first chunk, u32 end chunk;
               as many records of verification if flag 31 is set, one record of metadata if flag 30 is set
     32 bytes of 0xFF and 16 more; then the same for xorbs, which nobody asks for here
 

@@ -1,8 +1,7 @@
 """A throwaway Ceph cluster with a RADOS gateway on loopback: one monitor, one OSD on a sparse file, the
 gateway, one user.
 
-    python -m tests.servers.radosgw DIRECTORY -- COMMAND...    # COMMAND runs with RADOSGW_ENDPOINT set, then
-    all is stopped
+    python -m tests.servers.radosgw DIRECTORY -- COMMAND...    # COMMAND runs with RADOSGW_ENDPOINT set, then all is stopped
 
 With --https ADDRESS:PORT FILE the gateway serves HTTPS there, with the key and the certificate in FILE, which
 this process must trust (SSL_CERT_FILE). Needs the programs of the Debian packages ceph-mon, ceph-osd and
