@@ -160,11 +160,11 @@ class Driver(Follow):
 
     @property
     def caught_up(self) -> bool:
-        return self._caught_up == self._begun
+        return self.waits.caught_up == self.waits._steps
 
     async def refresh(self, pin: int | None = None, *, asked: bool = False) -> None:
         """Take one step; `status` tells how it went."""
-        self._asked |= asked
+        self.waits.asked |= asked
         with contextlib.suppress(Exception):
             await asyncio.to_thread(self.step, pin, audits=True)
 

@@ -250,7 +250,7 @@ class DeltaSyncEndpoints(Routes):
                 pauses.on_use = follow.poke
                 await pauses.guard()
             self._follow = follow
-            follow.on_step.append(self._closed)
+            follow.waits.on_step.append(self._closed)
             logger.info(
                 "deltasync follows %s (%s) as %s; versions and replicas: deltasync watch %s",
                 *(url := follow.reader.store.url, follow.pin, self.settings.replica_id, shlex.quote(url)),

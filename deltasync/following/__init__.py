@@ -23,6 +23,8 @@ __all__ = [
     "Target",
     "loop",
     "replica",
+    "search",
+    "state",
     "status",
     "target",
     "weights",

@@ -1,5 +1,4 @@
-"""The one follow loop: refresh, plan, stage, commit, confirm, settle, announce, report. Every engine is a
-`Target` of it.
+"""The one follow loop: settle, refresh and plan, stage, commit, report. Every engine is a `Target` of it.
 
 `Follow.catch_up` runs it in the caller's thread; `Follow.start` in a daemon thread, so that a hung store
 stops nothing else.
@@ -9,12 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, InvalidStateError
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -24,7 +22,7 @@ from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.config import Pin, ReplicaSettings, parse_pin, pin_text
+from deltasync.config import Pin, ReplicaSettings, pin_text
 from deltasync.errors import (
     AckTimeoutError,
     ApplyError,
@@ -33,16 +31,14 @@ from deltasync.errors import (
     DeltaSyncError,
     FingerprintMismatchError,
     MissingVersionError,
-    NotPublishedError,
-    SleepingError,
     StageError,
-    StoreError,
     TransientStoreError,
     get_logger,
     printable,
 )
 from deltasync.following.cursor import Cursor, identify
 from deltasync.following.poll import Poll
+from deltasync.following.state import Health, State, Waits
 from deltasync.following.status import SHOWN, Commit, Status
 from deltasync.following.target import Heartbeats, Observer, Target
 from deltasync.stores.base import ObjectInfo
@@ -53,11 +49,6 @@ logger = get_logger(__name__)
 AUDIT_S = 3600.0
 """Time between two comparisons of all bits in memory with the version's fingerprints. A waiting version comes
 first.
-"""
-
-STALE_S, STALE_POLLS = 60.0, 20
-"""A replica is stale when it could last follow more than this many seconds, and this many poll intervals,
-ago.
 """
 
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
@@ -75,7 +66,8 @@ class Follow:
         reader: The channel.
         cursor: The position in it.
         commits: The last `limits.HISTORY` commits.
-        on_step: Called after each step, from its thread.
+        health: What became of the last step.
+        waits: The pin, and who waits for a version.
     """
 
     def __init__(
@@ -85,35 +77,22 @@ class Follow:
         settings: ReplicaSettings,
         *,
         observer: Observer | None = None,
-        prefetch: bool = True,
         heartbeats: Heartbeats | None = None,
+        prefetch: bool = True,
         log: logging.Logger = logger,
     ) -> None:
-        self._home = Home("replica")
-        self.reader, self.target, self.settings = reader, target, settings
+        self.reader, self.target = reader, target
         self.cursor = Cursor(reader, settings.max_age_s, prefetch)
         self.commits: deque[Commit] = deque(maxlen=limits.HISTORY)
-        self.on_step: list[Callable[[], object]] = []
-        self._observer, self._log = observer, log
-        self._pin = parse_pin(settings.pin)
-        self._entered: tuple[str, float] = "waiting", time.monotonic()  # `_state`, and since when
-        self._error: str | None = "The channel was not read yet."
-        self._reported: BaseException | None = None  # of the last step
-        # when, and whether, the channel could be followed
-        self._good_s, self._has_followed = time.monotonic(), False
-        self._begun = self._pins = 0  # how many steps have begun; how often the pin was set
-        self._caught_up = -1  # number of the last step that found nothing to take
-        # the last version, and the trainer's step of its record
-        self._served: tuple[VersionId, int | None] | None = None
-        self._opened, self._audited_s = False, time.monotonic()
-        self._is_asking = False  # the step that is under way waits for the store, which says where to go
-        self._asked = False  # a caller waits: refresh, and retry skipped objects
+        self.health = Health(target, self.cursor, settings)
+        self.waits = Waits(target, self.cursor, settings.pin)
+        self._observer, self._heartbeats, self._log = observer, heartbeats, log
+        self._poll = Poll(settings.poll_interval_s)
+        self._home = Home("replica")
+        self._audited_s: float | None = None  # None before the target was opened
         self._stepping: Any = threading.RLock()
         self._wake, self._ended = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
-        self._poll = Poll(settings.poll_interval_s)
-        self._goes_around = False  # the last step failed by a chain that the next one avoids
-        self._heartbeats = heartbeats
 
     @property
     def identity(self) -> VersionId | None:
@@ -129,13 +108,12 @@ class Follow:
     @property
     def newest(self) -> int | None:
         """The number of the newest version that is known."""
-        newest = self.cursor.newest
-        return None if newest is None else newest.version
+        return self.cursor.tip.number or None
 
     @property
     def error(self) -> str | None:
         """The reason that keeps the replica from newer versions, in one sentence; None if nothing does."""
-        return self._stale or self._error
+        return self.health.stale or self.health.error
 
     @property
     def why(self) -> str:
@@ -147,76 +125,20 @@ class Follow:
     @property
     def state(self) -> str:
         """The state, one of those of `Status.state`."""
-        return self._state if self._stale is None or self._is_refused else "stale"
-
-    @property
-    def _state(self) -> str:
-        """One of the states of `Status.state`, but never `stale`."""
-        return self._entered[0]
-
-    @_state.setter
-    def _state(self, state: str) -> None:
-        if state != self._entered[0]:
-            self._entered = state, time.monotonic()
-
-    @property
-    def _state_s(self) -> float:
-        """Seconds for which `state` has been that."""
-        return self.stuck_s if self._stale is not None else max(0.0, time.monotonic() - self._entered[1])
-
-    @property
-    def stuck_s(self) -> float:
-        """Seconds since the channel could last be followed; before the first time, since this replica was
-        made.
-        """
-        is_staging = self._state == "staging" and self._error is None
-        return max(0.0, time.monotonic() - max(self._good_s, self.target.progressed_s if is_staging else 0.0))
-
-    @property
-    def _stale(self) -> str | None:
-        """Why the version served may be old; None if the channel could be followed lately, or does not have
-        to be.
-        """
-        stuck_s, longest_s = self.stuck_s, max(STALE_S, STALE_POLLS * self.settings.poll_interval_s)
-        if self.identity is None or self._state in ("sleeping", "stopped") or stuck_s <= longest_s:
-            return None
-        return f"The channel could last be followed {stuck_s:.0f} s ago. {self._error or ''}".rstrip()
+        return self.health.shown.value
 
     @property
     def not_ready(self) -> str | None:
         """Why this replica should get no requests, in one sentence; None if it serves a version that is new
         enough.
         """
-        served, newest = self.version, self.newest
-        if self.target.held or (self._state == "sleeping" and served is not None):
-            return f"This server does not generate now. {self._error or ''}".rstrip()
-        if served is None or newest is None:
-            return (
-                f"This server serves no version of {self.reader.store.url} yet. {self._error or ''}".rstrip()
-            )
-        pin, most = self.pin, max(1, self.settings.ready_behind)
-        if not 0 <= newest - served <= most if pin is None else served != pin:
-            where = f"{newest - served} behind" if pin is None else f"and is pinned ({pin}); the newest is"
-            return f"This server serves version {served}, {where} version {newest}."
-        return None if self.settings.ready_in_outage and self._is_cut_off else self._stale
-
-    @property
-    def _is_refused(self) -> bool:
-        """Whether the store answered the last step, and the version that it has was refused."""
-        return self._reported is not None and not isinstance(self._reported, StoreError)
-
-    @property
-    def _is_cut_off(self) -> bool:
-        """Whether it is the store that keeps the replica from following: it fails, or does not answer."""
-        if self._reported is None:
-            return self._is_asking or self._state == "staging"
-        return isinstance(self._reported, TransientStoreError)
+        return self.health.not_ready(self.pin)
 
     def status(self, commit_count: int = limits.HISTORY) -> Status:
         """Return the status, with the last `commit_count` commits."""
-        identity, trusted = self.identity, self.reader.trusted
+        health, identity, trusted = self.health, self.identity, self.reader.trusted
         return Status(
-            replica_id=self.settings.replica_id,
+            replica_id=health.settings.replica_id,
             boot=None if self._heartbeats is None else self._heartbeats.boot,
             channel=self.reader.store.url,
             run_id=self.reader.run_id,
@@ -226,8 +148,8 @@ class Follow:
             sha256=None if identity is None else identity.sha256,
             newest_version=self.newest,
             pin=None if self.pin is None else pin_text(self.pin),
-            followed_s_ago=self.stuck_s if self._has_followed else None,
-            state_s=self._state_s,
+            followed_s_ago=health.stuck_s if health.has_followed else None,
+            state_s=health.state_s,
             error=self.error,
             trusted_keys=None if trusted is None else trusted.names,
             ignored_tensors=len(self.target.ignored),
@@ -240,7 +162,7 @@ class Follow:
     @property
     def pin(self) -> Pin:
         """The version that it stays at; None if it takes every new one."""
-        return self._pin
+        return self.waits.pin
 
     def check_pin(self, pin: Pin) -> None:
         """Ask the store whether the version is there.
@@ -258,7 +180,7 @@ class Follow:
         """
         if not checked:
             self.check_pin(pin)
-        self._pin, self._pins = pin, self._pins + 1
+        self.waits.set_pin(pin)
         self.poke()
 
     def poke(self) -> None:
@@ -268,7 +190,7 @@ class Follow:
             ConfigError: this process is a fork of the replica's, in which nothing follows.
         """
         self._home.check()
-        self._asked = True
+        self.waits.asked = True
         self._wake.set()
 
     def request(self, version: int | None = None, step: int | None = None) -> Future[int]:
@@ -285,41 +207,9 @@ class Follow:
         Raises:
             ConfigError: as `poke`.
         """
-        begun, pins, future = self._begun, self._pins, Future[int]()
-
-        def reached() -> int | None:
-            pin, served = self._pin, self.identity
-            if pin is not None and version not in (None, pin):
-                raise ApplyError(
-                    f"This replica is pinned to version {pin} and will not serve version {version}."
-                )
-            if self._pins != pins and version is None and step is None:
-                raise ApplyError(f"The pin of this replica was changed meanwhile to: {pin_text(pin)}.")
-            if served is None:
-                return None
-            if version is not None:
-                is_there = served.version == version if pin is not None else served.version >= version
-                return served.version if is_there else None
-            if self._caught_up <= begun:
-                return None
-            if step is None:
-                return served.version
-            of, at = self._served or (served, None)
-            is_newest = of == served and served.epoch == self.cursor.epoch
-            return served.version if is_newest and at is not None and at >= step else None
-
-        def look() -> None:
-            with contextlib.suppress(InvalidStateError):  # nobody waits any more
-                try:
-                    if (served := reached()) is not None:
-                        future.set_result(served)
-                except ApplyError as error:
-                    future.set_exception(error)
-
+        self._home.check()
+        future = self.waits.future(version, step)
         self.poke()
-        self.on_step.append(look)
-        future.add_done_callback(lambda _: self.on_step.remove(look))
-        look()
         return future
 
     def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
@@ -333,7 +223,7 @@ class Follow:
         wanted = 1 if version is None else version
         if version is None and self.version is not None:
             return self.version
-        future = self.request(wanted if version is not None or self._pin is None else self._pin)
+        future = self.request(wanted if version is not None or self.pin is None else self.pin)
         try:
             return future.result(timeout_s)
         except TimeoutError:
@@ -343,7 +233,7 @@ class Follow:
         finally:
             future.cancel()
 
-    # Steps
+    # The loop
 
     def start(self) -> None:
         """Follow in a daemon thread until `stop`.
@@ -374,7 +264,7 @@ class Follow:
         self.target.close()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(_STOP_S)
-        self._state, self._error, self._good_s = "stopped", None, math.inf  # never stale
+        self.health.stop()
         if self._heartbeats is not None:
             self._heartbeats.stop(self.status(0))
 
@@ -391,7 +281,7 @@ class Follow:
                 except (KeyboardInterrupt, SystemExit):
                     raise
                 except BaseException as error:  # noqa: BLE001 - reported by `step`; the weights stay as they are
-                    failure = error if self._state != "waiting" else None
+                    failure = error if self.health.state != State.WAITING else None
                 if self._heartbeats is not None:
                     self._heartbeats.update(self.status(0))
                 if self._ended.is_set():
@@ -423,7 +313,7 @@ class Follow:
             DeltaSyncError: the version cannot be reached; the version before stays live.
         """
         deadline, first, detours = time.monotonic() + wait_s, True, 0
-        self._asked = True
+        self.waits.asked = True
         with contextlib.ExitStack() as stack:
             while True:
                 before = self.identity
@@ -432,7 +322,7 @@ class Follow:
                         return self.version
                     self._delay_s(before, None)
                 except DeltaSyncError as error:
-                    if self._goes_around and detours < _DETOURS:
+                    if self.health.goes_around and detours < _DETOURS:
                         detours += 1
                         self._log.warning("Planning around it.")  # `_report` has logged the error
                         continue
@@ -472,63 +362,70 @@ class Follow:
         if not self._stepping.acquire(timeout=_STEP_S):
             raise TransientStoreError(f"{self.reader.store.url} has not answered for {_STEP_S:g} s.")
         try:
-            self._begun += 1
-            begun, self._goes_around = self._begun, False
+            begun = self.waits.begin()
             try:
                 if known is not None:
                     self.cursor.announce(known)
-                if is_done := self._step(self._pin if pin is None else pin, ahead, audits):
-                    self._caught_up = begun
+                if is_done := self._step(self.pin if pin is None else pin, ahead, audits):
+                    self.waits.caught_up = begun
                 self._report(None)
                 return is_done
             except (KeyboardInterrupt, SystemExit):
-                self._state = "waiting" if self.identity is None else "serving"
+                self.health.enter(State.WAITING if self.identity is None else State.SERVING)
                 raise
             except BaseException as error:
                 self._report(error)
                 raise
         finally:
             self._stepping.release()
-            for notify in [*self.on_step]:
+            for notify in [*self.waits.on_step]:
                 notify()
 
     def _step(self, pin: Pin, ahead: bool, audits: bool) -> bool:
-        target, cursor = self.target, self.cursor
+        """One step of the protocol; as `step`, which reports how it went."""
+        target, cursor, health = self.target, self.cursor, self.health
         if audits:
             self._wake.clear()  # this step serves everything that woke the loop until now
-        asked, self._asked = self._asked, False
+        asked, self.waits.asked = self.waits.asked, False
+        health.begin(pin)
+
+        # settle: which bits are live?
         if asked:
-            cursor.retry_bad()
-        if not self._opened:
+            cursor.skips.retry()
+        if self._audited_s is None:
             cursor.locate()
             target.open(self._identify)
-            self._opened, self._audited_s, asked = True, time.monotonic(), False
+            self._audited_s, asked = time.monotonic(), False
         elif not target.is_settled(asked):
             self._settle()
-        pushed = self._poll.is_pushed
-        self._is_asking = True
+
+        # refresh and plan: where to go?
+        health.is_asking = True
         try:
+            pushed = self._poll.is_pushed
             chain = cursor.next(self.identity, pin=pin, refresh=asked, ahead=ahead or asked, pushed=pushed)
         finally:
-            self._is_asking = False
+            health.is_asking = False
         if not chain:
             if audits:
                 self._audit_if_due()
             return True
-        if audits and self._ended.is_set():
-            return False  # it was stopped while the store did not answer
-        self._state = "staging"
+
+        # stage and commit, unless it was stopped meanwhile; a commit confirms its bits, or rolls back
         try:
+            if audits and self._ended.is_set():
+                return False
+            health.enter(State.STAGING)
             staged = target.stage(chain)
             if staged is None or (audits and self._ended.is_set()):
                 return False
-            self._state = "committing"
+            health.enter(State.COMMITTING)
             commit = target.commit(staged)
         except (FingerprintMismatchError, CorruptDataError, MissingVersionError) as error:
             key = None if isinstance(error, FingerprintMismatchError) else error.key
             if key is not None or isinstance(error, FingerprintMismatchError):
                 cursor.mark_bad(chain, key, error)
-                self._goes_around = True
+                health.goes_around = True
             raise
         self._committed(commit, chain)
         return False
@@ -536,7 +433,7 @@ class Follow:
     def _identify(self, total: int) -> StoredRecord | None:
         """Find the version whose model has this fingerprint; its step counts as served."""
         found = identify(self.reader, self.cursor.locate(), total)
-        self._served = None if found is None else (found.version, found.record.step)
+        self.waits.served = None if found is None else (found.version, found.record.step)
         return found
 
     def _settle(self) -> None:
@@ -548,8 +445,8 @@ class Follow:
 
     def _audit_if_due(self) -> None:
         """Raise ApplyError if bits in memory changed by themselves. The next step then loads full weights."""
-        before = self.version
-        if time.monotonic() - self._audited_s >= AUDIT_S:
+        before, audited_s = self.version, self._audited_s
+        if audited_s is not None and time.monotonic() - audited_s >= AUDIT_S:
             self._settle()
             if self.identity is None:
                 raise ApplyError(
@@ -583,9 +480,9 @@ class Follow:
 
     def _committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """Record a commit in the status, the metrics and the log."""
-        self._served = chain[-1].version, chain[-1].record.step
+        self.waits.served = chain[-1].version, chain[-1].record.step
         commit = msgspec.structs.replace(
-            commit, lag_s=self.cursor.lag_s(chain), payload_bytes=payload_bytes(chain), served_at=time.time()
+            commit, lag_s=self.health.lag_s(chain), payload_bytes=payload_bytes(chain), served_at=time.time()
         )
         self.commits.append(commit)
         if self._observer is not None:
@@ -599,28 +496,13 @@ class Follow:
         )
 
     def _report(self, error: BaseException | None) -> None:
-        """Set the state and the error after a step."""
-        before, may_wait = self._error, not (self.cursor.failure or self._goes_around)
-        if error is None:
-            self._state, self._error = "serving", None
-        elif isinstance(error, SleepingError):
-            self._state, self._error = "sleeping", str(error)
-            self.cursor.follows_s = time.time()
-        elif isinstance(error, NotPublishedError | MissingVersionError) and may_wait:
-            # it is only not published yet
-            first = " for the first version" if isinstance(error, NotPublishedError) else ""
-            self._state, self._error = "waiting", f"Waiting{first}: {error}"
-        elif isinstance(error, DeltaSyncError):
-            self._state, self._error = "failed", f"{type(error).__name__}: {error}"
-        else:
-            self._state, self._error = "failed", printable(f"Unexpected {type(error).__name__}: {error}")
-        if self._state != "failed":
-            self._good_s = time.monotonic()
-            self._has_followed = self._has_followed or self._state != "sleeping"
-        is_new_failure, self._reported = self._state == "failed" and error is not self._reported, error
-        if self._error is not None and self._error != before:
+        """Set the state and the error after a step, and tell them."""
+        health, before = self.health, self.health.error
+        is_new_failure = health.note(error)
+        if health.error is not None and health.error != before:
             if isinstance(error, DeltaSyncError):
-                (self._log.error if self._state == "failed" else self._log.info)("deltasync: %s", self._error)
+                log = self._log.error if health.state == State.FAILED else self._log.info
+                log("deltasync: %s", health.error)
             else:
                 self._log.error("deltasync failed unexpectedly", exc_info=error)
         if self._observer is not None:

@@ -22,7 +22,7 @@ class Commit(msgspec.Struct, frozen=True, kw_only=True):
             fallback.
         reload_s: The share of the pause for loading the layers of those tensors again.
         lag_s: From encoding, by the publisher's clock, until the version was served; None where
-            `Cursor.lag_s` is.
+            `Health.lag_s` is.
         tokens_during_sync: Tokens that the server generated between the start of staging and the resume.
         running_requests: Requests in flight when generation was paused.
         served_at: Seconds since the epoch.

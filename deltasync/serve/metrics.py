@@ -82,7 +82,7 @@ class Metrics:
 
     def followed(self, follow: Follow) -> None:
         """Note how long the replica is stuck; call it every second, because a step may hang."""
-        self._followed.set(follow.stuck_s)
+        self._followed.set(follow.health.stuck_s)
 
     def committed(self, commit: Commit, chain: Sequence[StoredRecord]) -> None:
         """Note a commit."""

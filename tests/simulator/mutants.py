@@ -82,13 +82,13 @@ MUTANTS = {
     ),
     # replicas
     "head is believed": Mutant(
-        "deltasync.following.cursor",
-        "self._note(named, self.reader.record(named))",
-        "self._note(named)",
+        "deltasync.following.search",
+        "self._tip.note(named, self._reader.record(named))",
+        "self._tip.note(named)",
         "signed outsider",
     ),
     "a skip never ends": Mutant(
-        "deltasync.following.cursor",
+        "deltasync.following.search",
         "Skip(time.monotonic() + SKIP_S, str(why))",
         "Skip(math.inf, str(why))",
         "damaged parts",
@@ -100,16 +100,16 @@ MUTANTS = {
         "deltasync.following.cursor", "number = self._pin or newest.version", "number = newest.version", ""
     ),
     "a version that the store lost is waited for": Mutant(
-        "deltasync.following.cursor",
+        "deltasync.following.search",
         "elif self._is_lost(newest, found):",
         "elif False:",
         "restore",
         at_night=True,
     ),
     "a signed channel may go back": Mutant(
-        "deltasync.following.cursor",
-        "if self.reader.trusted is not None:  # otherwise",
-        "if False:  # otherwise",
+        "deltasync.following.search",
+        "if self._reader.trusted is not None:",
+        "if False:",
         "restore signed",
         at_night=True,
     ),
@@ -353,7 +353,7 @@ MUTANTS = {
         at_night=True,
     ),
     "a replica goes with a restored channel if its epoch's digits are greater": Mutant(
-        "deltasync.following.cursor",
+        "deltasync.following.search",
         "is_proven = found.epoch != newest.epoch and",
         "is_proven = False and",
         "restore",

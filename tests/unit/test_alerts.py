@@ -178,8 +178,8 @@ def test_what_a_stuck_replica_shows(
                 assert value(registry, "deltasync_served_version") == 2
                 assert (driver.state, driver.error, driver.status(0).pin) == ("serving", None, "2")
             if "seconds since followed" in alerts:
-                monkeypatch.setattr("deltasync.following.loop.STALE_S", 0.3)
-                monkeypatch.setattr("deltasync.following.loop.STALE_POLLS", 0)
+                monkeypatch.setattr("deltasync.following.state.STALE_S", 0.3)
+                monkeypatch.setattr("deltasync.following.state.STALE_POLLS", 0)
                 await until(lambda: "could last be followed" in (driver.error or ""))
                 # What is refused is no answer of the store, but one of the version's.
                 is_refused = named is not None and not issubclass(getattr(errors, named), errors.StoreError)

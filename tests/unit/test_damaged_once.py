@@ -14,7 +14,7 @@ from deltasync import Publisher, Replica
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import DeltaSyncError
-from deltasync.following import cursor
+from deltasync.following import search
 from deltasync.ops import check, copy
 from deltasync.stores import open_store
 from deltasync.stores.base import Store, WrappedStore
@@ -79,5 +79,5 @@ def test_a_version_that_caches_do_not_show_is_lost_only_after_a_while(
     store.drop(newest.key)  # a cache that remembers that it was missing
     store.drop(keys.HEAD)
     assert {replica.sync() for _ in range(30)} == {3}
-    monkeypatch.setattr(cursor, "_LOST_S", 0.0)
+    monkeypatch.setattr(search, "_LOST_S", 0.0)
     assert min(replica.sync() for _ in range(30)) == 2

@@ -300,7 +300,7 @@ def test_metrics_reach_the_other_api_processes_of_a_server(tmp_path: Any) -> Non
 from deltasync.serve.metrics import Metrics
 from types import SimpleNamespace
 metrics = Metrics()
-metrics.stepped(SimpleNamespace(version=5, newest=7, stuck_s=0.5))
+metrics.stepped(SimpleNamespace(version=5, newest=7, health=SimpleNamespace(stuck_s=0.5)))
 metrics.pause.observe(0.02)
 """
     read = """
@@ -649,10 +649,10 @@ def test_ready_ends_where_the_server_falls_behind_or_sleeps(
             newest = driver.cursor.newest
             assert newest is not None
             for behind, ready in ((1, True), (2, False)):
-                driver.cursor.newest = dataclasses.replace(newest, version=newest.version + behind)
+                driver.cursor.tip.version = dataclasses.replace(newest, version=newest.version + behind)
                 assert (driver.not_ready is None) is ready
             assert "2 behind version 3" in (driver.not_ready or "")
-            driver.cursor.newest = newest
+            driver.cursor.tip.version = newest
 
     asyncio.run(body())
 

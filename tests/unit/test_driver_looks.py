@@ -131,7 +131,7 @@ def test_another_version_of_the_same_number_is_noticed_and_told_apart(
         trainer.weights = {name: tensor.clone() for name, tensor in channel.bits[at_2.sha256].items()}
         trainer.weights["w"].view(torch.int16)[7] -= 3
         assert trainer.publish() == 3
-        driver.cursor._refresh_due_s = 0.0  # the next of its looks now and then
+        driver.cursor._search.due_s = 0.0  # the next of its looks now and then
         await follow(driver)
         assert served(engine, driver, trainer)
         assert driver.identity != lost and driver.version == 3
@@ -164,7 +164,7 @@ def test_a_fault_of_the_memory_is_not_taken_for_one_of_the_version(
         assert "FingerprintMismatchError" in driver.status(0).error
         await follow(driver)
         assert served(engine, driver, trainer)
-        assert not driver.cursor.skips
+        assert not driver.cursor.skips.by_key
 
     trainer.publish()
     play(engine, memory_url, scene)
@@ -183,13 +183,13 @@ def test_a_server_that_has_not_looked_for_long_is_stale(
         await driver.refresh()
         assert driver.status(0).state == "failed"
         assert driver.not_ready is None, "a short outage"
-        driver._good_s -= 100
+        driver.health.good_s -= 100
         status = driver.status(0)
         assert (status.state, status.version, status.newest_version) == ("stale", 1, 1)
         assert status.followed_s_ago > 100
         assert status.error.startswith("The channel could last be followed 100 s ago. TransientStoreError")
         assert driver.not_ready is None, "it is the store's fault, which all replicas share"
-        driver.settings = dataclasses.replace(driver.settings, ready_in_outage=False)
+        driver.health.settings = dataclasses.replace(driver.health.settings, ready_in_outage=False)
         assert driver.not_ready == status.error
         driver._heartbeats.update(driver.status(0))
         await until(lambda: list(store.inner.list(keys.REPLICAS)))
@@ -211,8 +211,8 @@ def test_a_replica_whose_credentials_have_ended_is_not_ready(
         for prefix in (keys.VERSIONS, keys.HEAD):
             store.fail_at("read", prefix, times=1000, error=StoreError)
         await driver.refresh()
-        driver._good_s -= 100
-        assert driver.settings.ready_in_outage
+        driver.health.good_s -= 100
+        assert driver.health.settings.ready_in_outage
         assert driver.not_ready is not None and driver.not_ready == driver.status(0).error
 
     trainer.publish()
@@ -225,7 +225,7 @@ def test_who_polls_rarely_is_stale_later(
 ) -> None:
     async def scene(driver: Driver) -> None:
         await follow(driver)
-        driver._good_s -= 100
+        driver.health.good_s -= 100
         assert (driver.status(0).state == "stale") is stale
 
     trainer.publish()
@@ -242,7 +242,7 @@ def test_a_store_that_hangs_from_the_beginning_is_seen_in_the_metrics(
         store.hold_at("read")
         store.hold_at("list")
         async with driving.following(engine, memory_url, registry) as driver:
-            driver._good_s -= 100
+            driver.health.good_s -= 100
             driver._observer.followed(driver)  # as the server does each second
             assert driving.value(registry, "deltasync_seconds_since_followed") > 100
             assert (driver.status(0).followed_s_ago, driver.version) == (None, None)

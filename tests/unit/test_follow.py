@@ -13,7 +13,7 @@ from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer, new_key
 from deltasync.errors import CorruptDataError, MissingVersionError
-from deltasync.following import Replica, cursor
+from deltasync.following import Replica, search
 from deltasync.following.cursor import Cursor
 from deltasync.stores import Store, open_store
 from tests.builders import trained, weights
@@ -214,7 +214,7 @@ def test_a_compaction_that_promises_other_bits_than_its_version_is_passed_by(sto
 def test_a_version_that_a_restored_store_does_not_know(
     store: Store, tmp_path: Path, signed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cursor, "_LOST_S", 0.0)
+    monkeypatch.setattr(search, "_LOST_S", 0.0)
     signer = None
     if signed:
         pytest.importorskip("cryptography")
@@ -265,7 +265,7 @@ def test_no_epoch_is_newer_by_its_random_digits(memory_url: str, digits: str, ta
 def test_a_version_in_whose_place_a_restored_store_has_a_seal(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cursor, "_LOST_S", 0.0)
+    monkeypatch.setattr(search, "_LOST_S", 0.0)
     channel = made(store, 2)
     known, model = channel.tip, channel.bits[channel.tip.sha256]
     lost = channel.delta(trained(model, 40))

@@ -219,7 +219,7 @@ def test_clients_that_left_free_their_slots_and_their_requests(
         }
         client.portal.call(client.app, scope, receive, send)
     assert codes == [499] * 70
-    wait_until(lambda: not loop[1].on_step)  # nobody waits for a step any more
+    wait_until(lambda: not loop[1].waits.on_step)  # nobody waits for a step any more
     assert served(client, "/deltasync/sync") == 1
 
 
