@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -84,11 +84,7 @@ def compare(reader: ChannelReader, place: str, version: int | None = None) -> Ch
         )
         replica, identity = replica_at(reader, version)
         names, found = set(held.files), _by_bits(replica, held, reader.specs)
-    differences, equal = list[TensorDifference](), 0
-    for done, difference in enumerate(found, start=1):
-        equal += difference is None
-        differences += [] if difference is None else [difference]
-        progressed("tensors", done, len(reader.specs.keys() & names))
+    equal, differences = _collected(found, len(reader.specs.keys() & names))
     return ChannelComparison(
         version=identity,
         equal=equal,
@@ -123,12 +119,21 @@ def diff(reader: ChannelReader, first: int | None, second: int | None) -> Diff:
     bits = {name: bits_of(tensor).reshape(-1).copy() for name, tensor in replica.state_dict().items()}
     replica.sync(second)
     assert replica.identity is not None
-    found = list[TensorDifference]()
-    for done, (name, tensor) in enumerate(replica.state_dict().items(), start=1):
-        difference = _difference(reader.specs[name], bits[name], bits_of(tensor).reshape(-1))
-        found += [] if difference is None else [difference]
-        progressed("tensors", done, len(bits))
-    return Diff(first=one, second=replica.identity, equal=len(bits) - len(found), differences=found)
+    found = (
+        _difference(reader.specs[name], bits[name], bits_of(tensor).reshape(-1))
+        for name, tensor in replica.state_dict().items()
+    )
+    equal, differences = _collected(found, len(bits))
+    return Diff(first=one, second=replica.identity, equal=equal, differences=differences)
+
+
+def _collected(found: Iterable[TensorDifference | None], total: int) -> tuple[int, list[TensorDifference]]:
+    """Return the number of equal tensors, of so many, and the differences of the others."""
+    differences, done = list[TensorDifference](), 0
+    for done, difference in enumerate(found, start=1):
+        differences += [] if difference is None else [difference]
+        progressed("tensors", done, total)
+    return done - len(differences), differences
 
 
 def _by_digest(replica: Replica, digests: Mapping[str, str]) -> Iterator[TensorDifference | None]:

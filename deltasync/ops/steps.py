@@ -120,16 +120,7 @@ class Steps:
         """Return the steps of a tensor's elements from flat index `first` on and below `last`, a new
         array.
         """
-        width, at, _ = self._layout.span(name)
-        start = self._ranges[name][0]
-        found = np.zeros(last - first, f"u{width}")
-        if self._sum is not None:
-            found[:] = self._sum.bits[name][first - start : last - start]
-        for delta in self._deltas:
-            if width in delta.steps:
-                at_K, step_K = delta.steps[width].between(at + first, at + last)
-                found[at_K - at_K.dtype.type(at + first)] += step_K
-        return found
+        return self._at(self._layout.span(name)[0], [(name, first, last)])
 
     def groups(self) -> Iterator[Delta]:
         """Yield what the steps add up to, in groups of tensors that differ."""

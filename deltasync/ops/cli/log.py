@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import shlex
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,10 +16,12 @@ import click
 import msgspec
 from rich.filesize import decimal as size_of
 
-from deltasync.ops.cli.options import channel_command
-from deltasync.ops.cli.output import cell, count, echo, echo_json, field, table, text_of, with_bars
+from deltasync.ops.cli.options import COUNT, channel_command, version_number
+from deltasync.ops.cli.output import cell, count, echo, echo_json, field, print_table, text_of, with_bars
 
 if TYPE_CHECKING:
+    from rich.text import Text
+
     from deltasync.channel.documents import Record
     from deltasync.channel.keys import Slot
     from deltasync.channel.reading import ChannelReader
@@ -27,7 +29,6 @@ if TYPE_CHECKING:
     from deltasync.errors import DeltaSyncError
 
 _COLUMNS = ("version", "digest", "kind", "step", "time", "changed", "delta", "bits", "anchor")
-_LEFT = ("digest", "kind", "time")
 _SHOWN = 100  # versions in a table
 _BLAMED = 20  # versions in the table of `blame`
 _DIFFERING = 20  # tensors in the table of `diff`
@@ -68,7 +69,7 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
 @click.argument("what", metavar="[VERSION|KEY]", required=False)
 @click.option(
     "--last",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help=f"Show only the newest N versions. Default: {_SHOWN}, JSON: all.",
 )
@@ -100,29 +101,33 @@ def _print(reader: ChannelReader, last: int | None, as_json: bool) -> None:
         for each in rows:
             echo_json(each)
         return
-    from rich.console import Console
-
     days = {each["created_at"][:10] for each in rows}
     time = slice(11, 19) if len(days) < 2 else slice(5, 16)  # the time of day, or also the day
     run = f"run {reader.channel().run_id[:12]}  newest version {newest}  {max(days, default='')}"
     title = cell(reader.store.url).append("\n").append_text(cell(run))
-    columns = [(name, "left" if name in _LEFT else "right") for name in _COLUMNS]
-    shown = table(columns, title=title, caption=_totals(rows), box=None, padding=(0, 1, 0, 0))
-    for each in rows:
-        is_compaction, is_version = each["kind"] == "compaction", each["kind"] in ("delta", "anchor")
-        shown.add_row(
-            f"{each['base_version']}-{each['version']}" if is_compaction else str(each["version"]),
-            (each["sha256"] or "")[:12] if is_version else "",
-            each["kind"] if is_version else "compact" if is_compaction else "anchor",
-            text_of(each["step"]),
-            cell(each["created_at"][time].replace("T", " ")),
-            "" if each["delta_bytes"] is None else f"{each['changed_fraction']:.3%}",
-            text_of(each["delta_bytes"], size_of),
-            text_of(each["bits_per_changed"], "{:.2f}".format),
-            "reference" if each["reference"] else text_of(each["anchor_bytes"], size_of),
-        )
-    # Output to a file or pipe is not cut off.
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+    print_table(
+        _COLUMNS,
+        (_cells(each, each["created_at"][time].replace("T", " ")) for each in rows),
+        ("digest", "kind", "time"),
+        title=title,
+        caption=_totals(rows),
+    )
+
+
+def _cells(each: dict[str, Any], time: str) -> list[str | Text]:
+    """Return the cells of a row, in the order of `_COLUMNS`."""
+    is_compaction, is_version = each["kind"] == "compaction", each["kind"] in ("delta", "anchor")
+    return [
+        f"{each['base_version']}-{each['version']}" if is_compaction else str(each["version"]),
+        (each["sha256"] or "")[:12] if is_version else "",
+        each["kind"] if is_version else "compact" if is_compaction else "anchor",
+        text_of(each["step"]),
+        cell(time),
+        "" if each["delta_bytes"] is None else f"{each['changed_fraction']:.3%}",
+        text_of(each["delta_bytes"], size_of),
+        text_of(each["bits_per_changed"], "{:.2f}".format),
+        "reference" if each["reference"] else text_of(each["anchor_bytes"], size_of),
+    ]
 
 
 def _read(reader: ChannelReader, last: int | None) -> tuple[list[dict[str, Any]], str, list[DeltaSyncError]]:
@@ -269,13 +274,13 @@ def _shortcuts_and_changes(
 )
 @click.option(
     "--good",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="VERSION",
     help="A version that passes. Default: the oldest.",
 )
 @click.option(
     "--bad",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="VERSION",
     help="A later one that fails. Default: the newest.",
 )
@@ -331,7 +336,7 @@ def bisect(reader: ChannelReader, run: str, good: int | None, bad: int | None, a
 @click.argument("tensor")
 @click.option(
     "--last",
-    type=click.IntRange(min=1),
+    type=COUNT,
     default=_BLAMED,
     help="Show the N versions that changed most.",
     metavar="N",
@@ -340,8 +345,6 @@ def blame(reader: ChannelReader, tensor: str, last: int, as_json: bool) -> None:
     """Show which versions of CHANNEL changed TENSOR most: a name, or a pattern such as '*.mlp.*'. Reads
     counts alone.
     """
-    from rich.console import Console
-
     from deltasync import ops
 
     changes = with_bars(ops.blame, reader, tensor)
@@ -358,52 +361,47 @@ def blame(reader: ChannelReader, tensor: str, last: int, as_json: bool) -> None:
     full = [change.version for change in changes if change.changed is None and change.problem is None]
     caption = f"{count(len(names), 'tensor')}, {total:,} elements; {count(len(rows), 'delta')}"
     caption += f"; full weights, which tell nothing: {', '.join(map(str, full))}" if full else ""
-    columns = [
-        ("version", "right"),
-        ("step", "right"),
-        ("changed", "right"),
-        ("fraction", "right"),
-        ("most in", "left"),
-    ]
-    shown = table(columns, caption=caption, box=None, padding=(0, 1, 0, 0))
-    for changed, change in sorted(rows, key=lambda row: (-row[0], row[1].version))[:last]:
-        most = max(
-            change.changed or {"": 0}, key=lambda name: (change.changed or {}).get(name, 0), default=""
-        )
-        shown.add_row(
-            str(change.version), text_of(change.step), f"{changed:,}", f"{changed / total:.3%}", cell(most)
-        )
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
+
+    def most(changed: dict[str, int] | None) -> str:
+        return max(changed, key=changed.__getitem__) if changed else ""
+
+    shown = sorted(rows, key=lambda row: (-row[0], row[1].version))[:last]
+    print_table(
+        ("version", "step", "changed", "fraction", "most in"),
+        (
+            (
+                *(str(each.version), text_of(each.step), f"{changed:,}", f"{changed / total:.3%}"),
+                cell(most(each.changed)),
+            )
+            for changed, each in shown
+        ),
+        ("most in",),
+        caption=caption,
+    )
 
 
 @channel_command("one object: both versions, the number of equal tensors, and each tensor that differs")
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
+@click.argument("first", metavar="A", callback=version_number)
+@click.argument("second", metavar="B", callback=version_number)
 @click.option(
     "--last",
     default=_DIFFERING,
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Show only N tensors. JSON: all.",
 )
-def diff(reader: ChannelReader, first: str, second: str, last: int, as_json: bool) -> None:
+def diff(reader: ChannelReader, first: int | None, second: int | None, last: int, as_json: bool) -> None:
     """Compare the bits of versions A and B of CHANNEL: which tensors differ, in how many elements.
 
     A version is a number, or 'latest'. Both are read in full and checked. Needs memory for the weights twice.
     """
-    from rich.console import Console
-
     from deltasync import ops
 
-    found = with_bars(ops.diff, reader, _number(first), _number(second))
+    found = with_bars(ops.diff, reader, first, second)
     sizes = {name: spec.element_count for name, spec in reader.specs.items()}
     counts = {each.tensor: each.count or 0 for each in found.differences}
     if as_json:
-        ends = {"from": found.first, "to": found.second}
-        named = {
-            key: {"version": each.version, "epoch": each.epoch, "sha256": each.sha256}
-            for key, each in ends.items()
-        }
+        ends = {"from": dataclasses.asdict(found.first), "to": dataclasses.asdict(found.second)}
         rows = [
             {
                 "tensor": each.tensor,
@@ -414,7 +412,7 @@ def diff(reader: ChannelReader, first: str, second: str, last: int, as_json: boo
             | {"from": each.expected, "to": each.found}
             for each in found.differences
         ]
-        echo_json({**named, "equal": found.equal, "differences": rows})
+        echo_json({**ends, "equal": found.equal, "differences": rows})
         return
     title = f"version {found.first.version} to version {found.second.version}"
     if not counts:
@@ -423,17 +421,11 @@ def diff(reader: ChannelReader, first: str, second: str, last: int, as_json: boo
     changed, total = sum(counts.values()), sum(sizes.values())
     differ = f"{len(counts)} of {count(len(sizes), 'tensor')} differ, in {changed:,} of {total:,} elements"
     echo(f"{title}: {differ} ({changed / total:.3%})")
-    columns = [("changed", "right"), ("fraction", "right"), ("tensor", "left")]
-    shown = table(columns, box=None, padding=(0, 1, 0, 0))
-    for name in sorted(counts, key=lambda name: -counts[name])[:last]:
-        shown.add_row(f"{counts[name]:,}", f"{counts[name] / sizes[name]:.3%}", cell(name))
-    Console(width=None if sys.stdout.isatty() else 160).print(shown)
-
-
-def _number(text: str) -> int | None:
-    """Return a version's number, None for the newest. Raises UsageError for anything else."""
-    if text == "latest":
-        return None
-    if not (text.isascii() and text.isdecimal()) or not int(text):
-        raise click.UsageError(f"A version is a number from 1 on, or 'latest', not {text!r}.")
-    return int(text)
+    print_table(
+        ("changed", "fraction", "tensor"),
+        (
+            (f"{counts[name]:,}", f"{counts[name] / sizes[name]:.3%}", cell(name))
+            for name in sorted(counts, key=lambda name: -counts[name])[:last]
+        ),
+        ("tensor",),
+    )

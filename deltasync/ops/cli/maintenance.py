@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 import msgspec
 
-from deltasync.ops.cli.options import channel_command, seconds
+from deltasync.ops.cli.options import COUNT, channel_command, seconds, version_number
 from deltasync.ops.cli.output import cell, count, echo, echo_json, field, ranges, with_bars
 
 if TYPE_CHECKING:
@@ -20,8 +20,6 @@ if TYPE_CHECKING:
     from deltasync.errors import DeltaSyncError
     from deltasync.ops import ChannelComparison, RetentionPlan
     from deltasync.ops.doctor import Finding
-
-_COUNT = click.IntRange(min=1)
 
 
 def _problem(error: DeltaSyncError) -> dict[str, object]:
@@ -39,7 +37,7 @@ def _problem(error: DeltaSyncError) -> dict[str, object]:
 )
 @click.option(
     "--version",
-    type=_COUNT,
+    type=COUNT,
     metavar="N",
     help="With --against: the version. Default: the newest, or the server's.",
 )
@@ -160,14 +158,14 @@ def repair(
 
 
 @channel_command("versions and objects as JSON")
-@click.option("--keep-last", "last", type=_COUNT, metavar="N", help="Keep the newest N versions.")
+@click.option("--keep-last", "last", type=COUNT, metavar="N", help="Keep the newest N versions.")
 @click.option(
-    "--keep-anchors", "anchors", type=_COUNT, metavar="N", help="Keep the newest N versions with an anchor."
+    "--keep-anchors", "anchors", type=COUNT, metavar="N", help="Keep the newest N versions with an anchor."
 )
 @click.option(
     "--keep-step-every",
     "step_every",
-    type=_COUNT,
+    type=COUNT,
     metavar="N",
     help="Keep versions whose trainer step is a multiple of N.",
 )
@@ -253,17 +251,8 @@ def _show_versions(plan: RetentionPlan, grace_s: float, dry_run: bool) -> None:
     field("would forget" if dry_run else "forgot", f"{count(len(gone), 'version')}{shown}{compactions}")
 
 
-def number_or_latest(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
-    """Return the number of a version, None for `latest`."""
-    if value == "latest":
-        return None
-    if not value.isdecimal() or int(value) < 1:
-        raise click.BadParameter(f"{value!r} is neither a version nor `latest`.")
-    return int(value)
-
-
 @channel_command("the version and its files as JSON")
-@click.argument("version", callback=number_or_latest)
+@click.argument("version", callback=version_number)
 @click.argument("directory", type=click.Path(path_type=Path))
 @click.option(
     "--layout",

@@ -101,6 +101,19 @@ def seconds(ctx: click.Context, param: click.Parameter, value: str) -> float:
     return float(match[1]) * _UNIT_S[match[2]]
 
 
+def version_number(ctx: click.Context, param: click.Parameter, value: str) -> int | None:
+    """Return the number of a version, None for `latest`."""
+    if value == "latest":
+        return None
+    if not (value.isascii() and value.isdecimal()) or not int(value):
+        raise click.BadParameter(
+            f"{value!r} is neither a version nor `latest`; a version is a number from 1 on."
+        )
+    return int(value)
+
+
+COUNT = click.IntRange(min=1)
+
 interval = click.option(
     "--interval", "interval_s", type=click.FloatRange(min=0.1), default=2.0, help="Seconds between two reads."
 )

@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -52,18 +52,32 @@ def cell(text: object, style: str = "") -> Text:
     return Text(printable(str(text)), style)
 
 
-def table(columns: Iterable[tuple[str, str]], **options: Any) -> Table:
+def table(
+    columns: Iterable[str], rows: Iterable[Iterable[str | Text]], left: Collection[str] = (), **options: Any
+) -> Table:
     """Return a table for rich, with title and caption on the left and further options of `rich.table.Table`.
+    The columns that are named in `left` begin at the left, others end at the right.
 
     If the terminal is too narrow, digests are truncated first, and errors wrap.
     """
     from rich.table import Table
 
-    shown = Table(title_justify="left", caption_justify="left", **options)
-    for name, justify in columns:
+    shown = Table(title_justify="left", caption_justify="left", box=None, **options)
+    for name in columns:
         overflow, no_wrap = "fold" if name == "error" else "ellipsis", name not in ("digest", "error")
+        justify = "left" if name in left else "right"
         shown.add_column(name, justify=justify, overflow=overflow, no_wrap=no_wrap)  # type: ignore[arg-type]
+    for row in rows:
+        shown.add_row(*row)
     return shown
+
+
+def print_table(*arguments: Any, **options: Any) -> None:
+    """Print a `table`. Output to a file or pipe is not cut off."""
+    from rich.console import Console
+
+    shown = table(*arguments, padding=(0, 1, 0, 0), **options)
+    Console(width=None if sys.stdout.isatty() else 160).print(shown)
 
 
 def text_of(value: Any, shown: Callable[[Any], str] = str) -> str:

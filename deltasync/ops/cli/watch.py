@@ -13,14 +13,16 @@ from typing import TYPE_CHECKING, Any
 import click
 from rich.filesize import decimal as size_of
 
-from deltasync.ops.cli.options import channel_command, interval, timeout
+from deltasync.ops.cli.options import COUNT, channel_command, interval, timeout
 from deltasync.ops.cli.output import cell, count, echo, echo_json, table, text_of, with_bars
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
+    from rich.text import Text
 
     from deltasync.channel.reading import ChannelReader
     from deltasync.ops.dashboard import ChannelSnapshot
+    from deltasync.ops.dashboard.observe import ReplicaRow
 
 _SHOWN = 12
 _BARS = "▁▂▃▄▅▆▇█"
@@ -33,7 +35,7 @@ _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
 @timeout
 @click.option(
     "--last",
-    type=click.IntRange(min=1),
+    type=COUNT,
     metavar="N",
     help="Start with the newest N versions. Default: 100, of a page 500.",
 )
@@ -245,11 +247,8 @@ def _summary(snapshot: ChannelSnapshot) -> str:
 def _versions(snapshot: ChannelSnapshot) -> RenderableType:
     columns = ("version", "digest", "step", "age", "changed", "delta", "anchor", "compactions from")
     deltas = [row.delta_bytes or 0 for row in snapshot.versions[-60:]]
-    shown = table(
-        [(name, "right") for name in columns], caption=f"delta payload {sparkline(deltas)}", box=None
-    )
-    for row in snapshot.versions[-_SHOWN:]:
-        shown.add_row(
+    rows = (
+        (
             str(row.version),
             (row.sha256 or "")[:12],
             text_of(row.step),
@@ -263,29 +262,30 @@ def _versions(snapshot: ChannelSnapshot) -> RenderableType:
                 if compaction.version == row.version
             ),
         )
-    return shown
+        for row in snapshot.versions[-_SHOWN:]
+    )
+    return table(columns, rows, caption=f"delta payload {sparkline(deltas)}")
 
 
 def _replicas(snapshot: ChannelSnapshot) -> RenderableType:
     if not snapshot.replicas:
         return cell("No replica has reported.", "yellow")
-    names, numbers = ("replica", "state"), ("version", "behind", "lag", "heard")
-    columns = [*((name, "left") for name in names), *((name, "right") for name in numbers), ("error", "left")]
-    shown = table(columns, box=None)
-    for row in snapshot.replicas:
-        state = row.state if row.live or row.state == "stopped" else "silent"
-        shown.add_row(
-            cell(row.replica_id),
-            cell(
-                state if row.pin is None else f"{state}, pinned to {row.pin}", _COLOURS.get(state, "yellow")
-            ),
-            "" if row.version is None else f"{row.version}{' (another)' if row.strange else ''}",
-            text_of(row.behind),
-            text_of(row.lag_s, duration),
-            f"{duration(row.age_s)} ago",
-            cell(text_of(row.error)),
-        )
-    return shown
+    columns = ("replica", "state", "version", "behind", "lag", "heard", "error")
+    return table(columns, map(_replica_cells, snapshot.replicas), ("replica", "state", "error"))
+
+
+def _replica_cells(row: ReplicaRow) -> list[str | Text]:
+    state = row.state if row.live or row.state == "stopped" else "silent"
+    shown = state if row.pin is None else f"{state}, pinned to {row.pin}"
+    return [
+        cell(row.replica_id),
+        cell(shown, _COLOURS.get(state, "yellow")),
+        "" if row.version is None else f"{row.version}{' (another)' if row.strange else ''}",
+        text_of(row.behind),
+        text_of(row.lag_s, duration),
+        f"{duration(row.age_s)} ago",
+        cell(text_of(row.error)),
+    ]
 
 
 def sparkline(numbers: list[int]) -> str:
