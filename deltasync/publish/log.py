@@ -157,7 +157,7 @@ class Log:
         self._attempts: dict[int, int] = {}
         self._lock = threading.Lock()
         self._head_waits = self._had_head = False
-        self._head = Workers(1, "upload")
+        self._head = Workers(1, "upload", idle_s=1.0)
 
     @property
     def next_version(self) -> int:

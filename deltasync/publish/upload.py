@@ -87,7 +87,7 @@ class UploadQueue:
         self._used_s = time.monotonic()
         self._paused: threading.Thread | None = None  # who publishes
         self._puts = Workers(PUTS, "upload")
-        self._worker = Workers(1, "upload")
+        self._worker = Workers(1, "upload", idle_s=1.0)  # starting a thread costs a small model a tenth
         ranks.moved_s = self._moved_s
         finish_at_exit(self)
 
