@@ -115,7 +115,7 @@ _KINDS: dict[type, tuple[type, str]] = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class _Settings:
+class Settings:
     """Base class. A field `x` without an argument is read from `DELTASYNC_X`. Types and rules are checked on
     creation.
     """
@@ -171,7 +171,7 @@ def _check_variables(environ: Mapping[str, str]) -> None:
     """Raise ConfigError if a variable that is set looks like one of ours and is none, such as a misspelt
     one.
     """
-    kinds, known = [_Settings], set(_OTHER_VARIABLES)
+    kinds, known = [Settings], set(_OTHER_VARIABLES)
     for kind in kinds:
         kinds += kind.__subclasses__()
         known |= {f"DELTASYNC_{field.name.upper()}" for field in dataclasses.fields(kind)}
@@ -259,7 +259,7 @@ def _require(condition: bool, message: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ReaderSettings(_Settings):
+class ReaderSettings(Settings):
     """The objects that a reader accepts.
 
     Attributes:
@@ -293,7 +293,7 @@ class PublisherOptions(TypedDict, total=False):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PublisherSettings(_Settings):
+class PublisherSettings(Settings):
     """Settings of a publisher.
 
     Attributes:
@@ -330,7 +330,7 @@ class PublisherSettings(_Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Retention(_Settings):
+class Retention(Settings):
     """A publisher's background maintenance of its channel. By default all versions are kept, with a log line
     that says so.
 
@@ -350,7 +350,7 @@ class Retention(_Settings):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TrainerSettings(_Settings):
+class TrainerSettings(Settings):
     """Settings of a trainer that waits for its fleet.
 
     Attributes:

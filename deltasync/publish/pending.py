@@ -174,6 +174,8 @@ class Receipt:
         changed: Elements whose bits differ from the version before; all of them in full weights.
         total: Elements of all tensors.
         held_s: Seconds that `publish` took.
+        coalesced: Publishes that the version covers up to this one: more than 1 if earlier ones waited still,
+            of which only the changes went into it.
     """
 
     version: int
@@ -182,8 +184,9 @@ class Receipt:
     changed: int
     total: int
     held_s: float
-    _encoded: Future[tuple[int, float]] = dataclasses.field(repr=False)
-    _uploaded: Future[str] = dataclasses.field(repr=False)
+    coalesced: int
+    _encoded: Future[tuple[int, float]] = dataclasses.field(init=False, repr=False)
+    _uploaded: Future[str] = dataclasses.field(init=False, repr=False)
 
     @property
     def payload_bytes(self) -> int:
@@ -260,13 +263,14 @@ class Receipt:
     def of(cls, job: Pending, held_s: float) -> Self:
         """Return the receipt of a job."""
         total = job.shadow.layout.element_count
-        return cls(
+        receipt = cls(
             version=job.version,
             kind=job.kind,
             step=job.step,
             changed=total if job.full else job.changed,
             total=total,
             held_s=held_s,
-            _encoded=job.encoded,
-            _uploaded=job.uploaded,
+            coalesced=job.coalesced,
         )
+        vars(receipt).update(_encoded=job.encoded, _uploaded=job.uploaded)
+        return receipt

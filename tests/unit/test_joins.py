@@ -29,7 +29,6 @@ COMMANDS = [
     ["watch", "--once", "--json"],
     ["log"],
     ["log", "--json"],
-    ["log", "--last", "1"],
 ]
 
 
@@ -58,6 +57,12 @@ def delete_all(store: Store, *, but: str = " ") -> None:
     for info in list(store.list("")):
         if not info.key.startswith(but):
             store.delete(info.key)
+
+
+def test_a_log_of_the_newest_versions_reads_no_older_ones(store: Store) -> None:
+    store.delete(key_of(store, 1))
+    assert said(store, ["log", "--last", "1"])[0] == 0
+    assert said(store, ["log"])[0] == MissingVersionError.exit_code
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

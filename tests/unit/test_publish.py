@@ -313,6 +313,7 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
         # the only one beside the one under way
         assert [job.version for job in publisher._uploader._waiting] == [3]
     assert [receipt.version for receipt in receipts] == [2, 3, 3, 3, 3, 3]
+    assert [receipt.coalesced for receipt in receipts] == [1, 1, 2, 3, 4, 5]
     assert not any(receipt.done for receipt in receipts)
     with pytest.raises(AckTimeoutError) as late:
         publisher.flush(timeout_s=0.01)

@@ -76,8 +76,8 @@ def row(key: str, record: Record, sha256: str | None, total: int) -> dict[str, A
 def log(reader: ChannelReader, what: str | None, last: int | None, as_json: bool) -> None:
     """List the versions of CHANNEL, oldest first, each followed by compactions and anchors that produce it.
 
-    Read are the records of the listed versions, and those that somebody needs to join: where an object is
-    missing among these, it ends with an error. With a version's number, `latest`, or the key of a record,
+    Read are the records of the listed versions, and without --last those that somebody needs to join: where
+    an object is missing among these, it ends with an error. With a version's number, `latest`, or the key of a record,
     seal or compaction as printed by `log --json`, one record is shown in full: its document, signature,
     shortcuts and most changed tensors.
     """
@@ -90,7 +90,8 @@ def log(reader: ChannelReader, what: str | None, last: int | None, as_json: bool
 
     ops.described(reader)
     _print(reader, _SHOWN if last is None and not as_json else last, as_json)
-    ops.check_join(reader)
+    if last is None:
+        ops.check_join(reader)
 
 
 def _print(reader: ChannelReader, last: int | None, as_json: bool) -> None:
