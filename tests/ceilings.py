@@ -64,8 +64,9 @@ def measured() -> Counts:
         "commands": len(main.list_commands(None)),
         "threads": len(threads.NAMES),
     }  # type: ignore[arg-type]
-    way = version_path.figures(set.union(*version_path.walked()))
-    path = {"files": way["files"], "tokens": way["tokens"]}
+    walked = set.union(*version_path.walked())
+    way = version_path.figures(walked)
+    path = {"files": way["files"], "tokens": way["tokens"]} | version_path.nine(walked)
     return {"tokens": sizes, "classes": classes, "attributes": large, "names": names, "path": path}
 
 
