@@ -142,7 +142,7 @@ class Record:
 
     Attributes:
         kind: `delta` or `anchor` for a version; `seal` for the end of a log; `compaction` and `announcement`
-            for other ways to a version, by a delta or by an announced anchor.
+            for other routes to a version, by a delta or by an announced anchor.
         version, epoch: The slot; of a compaction or an announcement, that of the version it leads to.
         base: The version that it follows; of a compaction, where it starts. None in version 1 and in
             announcements.

@@ -15,7 +15,7 @@ OPEN = {
     **dict.fromkeys(("s3", "gs", "az"), "deltasync.clouds.cloud:CloudStore"),
     "hf": "deltasync.clouds:open_hub",
 }
-"""What opens a URL, by scheme, as `module:name`. `stores.open_store` looks here for schemes that it lacks."""
+"""Factories of stores by scheme, as `module:name`. `stores.open_store` looks here for schemes that it lacks."""
 
 
 def open_hub(url: str) -> Store:

@@ -53,7 +53,7 @@ class Accelerator(Device):
         else:
             below_L = steps.count_below(table.limit_there_L).cpu().numpy()
         low_K, there_K = steps.low_K.view(torch.int32), steps.step_K.view(table.dtype)
-        # What a decoder has made, only its caller has.
+        # Only the caller has the result of a decoder.
         return Arrived(low_K, there_K, below_L, steps.base_B is None)
 
     def decoder(

@@ -25,7 +25,7 @@ class Copy:
     Args:
         pieces: The pieces.
         room_B: A buffer there, large enough for any piece: to copy to memory with gaps would take memory.
-        keeps: What has the memory in which pieces lie.
+        keeps: The owner of the memory in which pieces lie.
 
     Attributes:
         changed: Number of elements.

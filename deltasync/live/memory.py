@@ -240,7 +240,7 @@ class LiveMemory:
 
     @functools.cached_property
     def decoder(self) -> Any:
-        """What decodes payloads into `Changed` where all tensors lie, as wholes and in their order; None where
+        """The decoder of payloads into `Changed` where all tensors lie, as wholes and in their order; None where
         `codec` does, on the host.
         """
         held = itertools.chain(*self._places.values(), *self._tied.values())

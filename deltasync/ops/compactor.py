@@ -64,7 +64,7 @@ def maintains(
     Args:
         reader: Reads the channel.
         log: Writes it; None at all ranks but the first.
-        retention: What to keep, and how often to compact.
+        retention: Versions to keep, and how often to compact.
         model_files: The files to store beside the weights of an anchor, by name.
         chain: Leads a late joiner to the newest version; empty if nobody can join.
         anchor_every: Versions from one anchor to the next, whatever they cost; None for as deltas pay.

@@ -88,7 +88,7 @@ class Copier:
     """Copies objects of a channel to other stores. An object that is there is not replaced, but for head.
 
     Attributes:
-        copied: What was copied until now.
+        copied: Counts of this copy until now.
 
     Raises:
         ConfigError: two of the stores are one.

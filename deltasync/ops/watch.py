@@ -30,7 +30,7 @@ _LOOK_S, _LOOK_VERSIONS = 60.0, 16
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JoinPoint:
-    """What a late joiner reads before the deltas.
+    """The objects that a late joiner reads before the deltas.
 
     Attributes:
         base: The newest full weights that are stored, without bytes.

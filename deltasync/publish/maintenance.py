@@ -1,4 +1,4 @@
-"""What a publisher knows of the maintenance of its channel. `ops.compactor` does it."""
+"""The maintenance of a channel, as its publisher knows it. `ops.compactor` does it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What servers need to follow a channel: shards of an engine and their load plan, a torch module and its
+"""The parts by which servers follow a channel: shards of an engine and their load plan, a torch module and its
 gate, routes, metrics, heartbeats. A wing of the core.
 
 The names are imported on first use, so that what only reads heartbeats loads no torch.
