@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import re
@@ -89,3 +90,27 @@ def by_layer(counts: Iterable[tuple[str, int]]) -> Counter[str]:
     for name, count in counts:
         found[layer_of(name)] += count
     return found
+
+
+@dataclasses.dataclass(slots=True)
+class Heat:
+    """The changed fractions of the layers of a channel's newest versions.
+
+    Attributes:
+        last: The number of versions to read.
+        layers: The number of elements of each layer.
+        fractions: By version, the changed fraction of each layer.
+        tried: Versions whose headers were read since the last listing, damaged or not.
+    """
+
+    last: int
+    layers: Counter[str] = dataclasses.field(default_factory=Counter)
+    fractions: dict[int, list[float]] = dataclasses.field(default_factory=dict)
+    tried: set[int] = dataclasses.field(default_factory=set)
+
+    def note(self, version: int, changed: Mapping[str, int]) -> None:
+        """Note the changed elements of each tensor in a version."""
+        found = by_layer(changed.items())
+        self.fractions[version] = [
+            float(f"{found[layer] / max(count, 1):.4g}") for layer, count in self.layers.items()
+        ]

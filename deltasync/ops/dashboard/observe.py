@@ -8,7 +8,7 @@ import dataclasses
 import datetime
 import math
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
@@ -22,7 +22,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Trusted
 from deltasync.errors import FormatError, MissingVersionError, NotPublishedError, ObjectMissingError
 from deltasync.ops import digests, in_parallel, result_or_error
-from deltasync.ops.heat import by_layer, changed_of
+from deltasync.ops.heat import Heat, by_layer, changed_of
 from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores.base import ObjectInfo, Store
@@ -99,7 +99,19 @@ class LagRow:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class ChannelSnapshot:
+class ChannelSize:
+    """What a channel holds, in numbers."""
+
+    element_count: int = 0
+    tensor_count: int = 0
+    full_bytes: int = 0  # size of the served weights
+    stored_bytes: int = 0  # size of all records, compactions, parts and anchors in the last listing
+    forgotten: int = 0  # number of versions up to the newest that were deleted
+    unread: int = 0  # number of existing versions that were not read
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
+class ChannelSnapshot(ChannelSize):
     """The state of a channel. Times are seconds since the epoch. Before the first version most fields are
     empty.
     """
@@ -110,12 +122,7 @@ class ChannelSnapshot:
     created_s: float | None = None
     newest_version: int | None = None
     head_sha256: str | None = None
-    element_count: int = 0
-    tensor_count: int = 0
-    full_bytes: int = 0  # size of the served weights
     versions: list[VersionRow] = dataclasses.field(default_factory=list)
-    forgotten: int = 0  # number of versions up to the newest that were deleted
-    unread: int = 0  # number of existing versions that were not read
     compactions: list[CompactionRow] = dataclasses.field(default_factory=list)
     replicas: list[ReplicaRow] = dataclasses.field(default_factory=list)
     lags: list[LagRow] = dataclasses.field(default_factory=list)
@@ -123,7 +130,6 @@ class ChannelSnapshot:
     # version -> changed fraction of each layer
     heat: dict[int, list[float]] = dataclasses.field(default_factory=dict)
     heat_unread: int = 0  # number of versions whose payload headers are unread
-    stored_bytes: int = 0  # size of all records, compactions, parts and anchors in the last listing
     problems: list[str] = dataclasses.field(default_factory=list)  # damages, in sentences
     error: str | None = None  # error of the last refresh, None if it succeeded
 
@@ -180,7 +186,7 @@ class ChannelObserver:
     ) -> None:
         self._reader = ChannelReader(store, trusted_keys)
         self._clock = StoreClock(store)
-        self._last, self._heat_last = last, heat
+        self._last, self._heat = last, Heat(heat)
         self._head: VersionId | None = None
         self._listed_s = float("-inf")
         self._documents: dict[str, Record] = {}  # documents of all records and compactions ever seen, by key
@@ -193,10 +199,6 @@ class ChannelObserver:
         self._served: dict[str, int | None] = {}
         self._since_s: dict[str, float] = {}  # when each replica's first heartbeat with a version was stored
         self._lags: deque[LagRow] = deque(maxlen=_LAGS)
-        self._heat: dict[int, list[float]] = {}
-        # versions whose headers were read since the last listing, damaged or not
-        self._tried: set[int] = set()
-        self._layers = Counter[str]()  # number of elements by layer
 
     def refresh(self) -> ChannelSnapshot:
         """Read new objects, and return a snapshot. After an error, `snapshot` still returns the earlier
@@ -219,7 +221,7 @@ class ChannelObserver:
         return self.snapshot()
 
     def _list(self) -> None:
-        self._layers = self._layers or by_layer(
+        self._heat.layers = self._heat.layers or by_layer(
             (spec.name, spec.element_count) for spec in self._reader.specs.values()
         )
         slots = dict(self._reader.slots())
@@ -240,7 +242,7 @@ class ChannelObserver:
         # abandoned epoch.
         self._lineage = {slot.version: slot for slot in versions if slot.version <= newest}
         self._numbers = {slot.version for slot in slots if slot.version <= newest}
-        self._tried.clear()
+        self._heat.tried.clear()
         self._listed_s = time.monotonic()
 
     def _gather(
@@ -297,11 +299,8 @@ class ChannelObserver:
         waiting = self._waiting_for_headers()
         now = {f"{self._lineage[number].key} header": number for number in waiting[-limit:]}
         for name, changed in self._gather(now, self._read_header, "payload headers"):
-            layers = by_layer(changed.items())
-            self._heat[now[name]] = [
-                float(f"{layers[layer] / max(n, 1):.4g}") for layer, n in self._layers.items()
-            ]
-        self._tried.update(now.values())
+            self._heat.note(now[name], changed)
+        self._heat.tried.update(now.values())
         return len(waiting) - len(now)
 
     def _read_header(self, number: int) -> dict[str, int]:
@@ -312,8 +311,12 @@ class ChannelObserver:
         )
 
     def _waiting_for_headers(self) -> list[int]:
-        newest = list(self._lineage)[-self._heat_last :] if self._heat_last else []
-        unread = [number for number in newest if number not in self._heat and number not in self._tried]
+        newest = list(self._lineage)[-self._heat.last :] if self._heat.last else []
+        unread = [
+            number
+            for number in newest
+            if number not in self._heat.fractions and number not in self._heat.tried
+        ]
         return [number for number in unread if self._document(number).delta is not None]
 
     def snapshot(self, error: str | None = None) -> ChannelSnapshot:
@@ -354,8 +357,12 @@ class ChannelObserver:
             compactions=sorted(compactions, key=lambda compaction: compaction.version),
             replicas=[self._replica_row(beat, newest.version, now_s) for beat in self._beats],
             lags=list(self._lags),
-            layers=list(self._layers) if self._heat_last else [],
-            heat={row.version: self._heat[row.version] for row in rows if row.version in self._heat},
+            layers=list(self._heat.layers) if self._heat.last else [],
+            heat={
+                row.version: self._heat.fractions[row.version]
+                for row in rows
+                if row.version in self._heat.fractions
+            },
             heat_unread=len(self._waiting_for_headers()),
             stored_bytes=sum(info.bytes for info in self._held.values()),
             problems=list(self._problems.values()),
