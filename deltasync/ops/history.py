@@ -65,16 +65,17 @@ def matching(reader: ChannelReader, pattern: str) -> set[str]:
 def _change(reader: ChannelReader, held: Scan, names: set[str], slot: Slot) -> Change:
     record = held.records[slot]
     assert record is not None
-    if record.delta is None:
-        return Change(version=slot.version, step=record.step, changed=None)
-    delta = record.delta
+    found, delta = Change(version=slot.version, step=record.step, changed=None), record.delta
+    if delta is None:
+        return found
     counts = result_or_error(
         lambda info: changed_of(reader.store, info, delta, reader.layout), held.infos[slot.key]
     )
     if isinstance(counts, DeltaSyncError):
-        return Change(version=slot.version, step=record.step, changed=None, problem=counts)
-    changed = {name: count for name, count in counts.items() if count and name in names}
-    return Change(version=slot.version, step=record.step, changed=changed)
+        return dataclasses.replace(found, problem=counts)
+    return dataclasses.replace(
+        found, changed={name: count for name, count in counts.items() if count and name in names}
+    )
 
 
 def bisect(
