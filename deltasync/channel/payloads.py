@@ -125,7 +125,7 @@ def decode(
         fingerprints |= digests
         parts.append(found)
     try:
-        return Changed(joined(parts) if parts else Delta(layout, {}), fingerprints)
+        return Changed(joined(parts, layout), fingerprints)
     except ValueError as error:
         raise CorruptDataError(
             f"Payloads of version {record.version} contradict each other: {error}."

@@ -10,6 +10,7 @@ __all__ = [
     "delta",
     "detect",
     "devices",
+    "encode",
     "groups",
     "segments",
     "shadow",

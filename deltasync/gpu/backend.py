@@ -18,6 +18,7 @@ from deltasync.tensors import Changed, Layout, count_below
 
 if TYPE_CHECKING:
     from deltasync.codec.base import Payload
+    from deltasync.gpu.shadow import DeviceShadow
 
 
 class Accelerator(Device):
@@ -77,6 +78,18 @@ class Accelerator(Device):
                 return coder.changed(opened, places)
 
         return decode
+
+    def room(self, layout: Layout, ranges: Mapping[str, tuple[int, int]]) -> tuple[int, int]:
+        """Return the bytes that a shadow may take here, and those that one of these ranges takes."""
+        from deltasync.gpu.shadow import needed_bytes, room_bytes
+
+        return room_bytes(self.device), needed_bytes(layout, ranges)
+
+    def shadow(self, layout: Layout, ranges: Mapping[str, tuple[int, int]]) -> DeviceShadow:
+        """Return the memory of a shadow of these ranges, with any bits: `publish.detect.HostShadow` here."""
+        from deltasync.gpu.shadow import DeviceShadow
+
+        return DeviceShadow(layout, ranges, self.device)
 
     def weights(self) -> DeviceStaging:
         """See `Backend.weights`."""

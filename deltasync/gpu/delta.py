@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from deltasync.errors import CorruptDataError
 from deltasync.tensors.delta import Delta, Sparse
 
 BLOCK = 4096
@@ -199,11 +200,19 @@ class DeviceDelta(Delta):
         return {width: steps.count_T for width, steps in self.steps.items()}
 
     def host(self) -> Delta:
-        """Copy everything to the host: for merging with another delta, and for an encoder that runs there."""
+        """Copy everything to the host: for merging with another delta, and for an encoder that runs there.
+
+        Raises:
+            CorruptDataError: a step is missing there, or is of another tensor.
+        """
         if self.ready is not None:
             self.ready.synchronize()
-        vectors = self.layout.vectors
-        return Delta(
-            self.layout,
-            {width: steps.host(vectors[width].index_dtype) for width, steps in self.steps.items()},
-        )
+        vectors, found = self.layout.vectors, dict[int, Sparse]()
+        for width, steps in self.steps.items():
+            found[width] = steps.host(vectors[width].index_dtype)
+            if (vectors[width].count(found[width].at_K) != steps.count_T).any():
+                raise CorruptDataError(
+                    "A version's changes on the host are not those on its device: memory has failed. Publish "
+                    "again."
+                )
+        return Delta(self.layout, found)

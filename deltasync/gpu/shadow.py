@@ -13,11 +13,13 @@ import torch
 from deltasync.gpu import groups
 from deltasync.gpu.delta import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse, joined
 from deltasync.publish.detect import Difference, addresses_of
-from deltasync.tensors import Fingerprints, Layout
+from deltasync.tensors import Delta, Fingerprints, Layout
 from deltasync.tensors.bits import SIGNED, nan_bounds
 
 if TYPE_CHECKING:
+    from deltasync.codec.base import Encoded
     from deltasync.gpu.detect import Comparison, Found
+    from deltasync.gpu.encode import DeviceCoder
 
 LEFT_FREE = 0.1
 """Fraction of a device's memory that `auto` leaves free when it places the shadow there."""
@@ -83,7 +85,7 @@ class DeviceShadow:
             )
         self.ready: torch.cuda.Event | None = None
         self._comparisons: dict[int, tuple[Comparison, np.ndarray, list[Cut]]] = {}
-        self._names: list[str] = []
+        self._coder: DeviceCoder | None = None
 
     def view(self, name: str) -> torch.Tensor:
         """Return the bits of a tensor's range, as signed integers, flat, on the device."""
@@ -120,17 +122,19 @@ class DeviceShadow:
         return Fingerprints(self._layout, found), with_nan
 
     def digests(self, names: Sequence[str]) -> list[int]:
-        """Return the share of these ranges in the fingerprints of their tensors, computed from the bits."""
-        self.wait()
+        """Return the share of these ranges in the fingerprints of their tensors, computed from the bits, beside
+        the trainer's work.
+        """
         found: dict[str, int] = {}
-        for width in self._layout.vectors:
-            of_width = sorted(
-                (number, n) for n in names for w, number in [self._layout.places[n]] if w == width
-            )
-            held = [name for _, name in of_width]
-            comparison = self._comparison(width, held, None)[0] if held else None
-            sum_T = np.zeros(len(held), np.uint64) if comparison is None else comparison.sums()[0]
-            found |= dict(zip(held, sum_T.tolist(), strict=True))
+        with self._kept_coder().after(self.ready):
+            for width in self._layout.vectors:
+                of_width = sorted(
+                    (number, n) for n in names for w, number in [self._layout.places[n]] if w == width
+                )
+                held = [name for _, name in of_width]
+                comparison = self._comparison(width, held, None)[0] if held else None
+                sum_T = np.zeros(len(held), np.uint64) if comparison is None else comparison.sums()[0]
+                found |= dict(zip(held, sum_T.tolist(), strict=True))
         return [found[name] for name in names]
 
     def plan(self, names: Sequence[str], held: Sequence[torch.Tensor]) -> None:
@@ -242,14 +246,47 @@ class DeviceShadow:
             if held:
                 steps[width] = joined(held, count_T)
         delta = DeviceDelta(self._layout, steps, self.there)
+        return Difference([delta] if steps else [], gains, aboves, changed)
 
-        def apply() -> None:
-            for comparison, of in changed:
-                comparison.apply(of)
-            self.is_settled()
-            delta.ready = self.ready
+    def apply(self, difference: Difference) -> None:
+        """Add a difference to the bits. If this raises, or is interrupted, they are not known any more."""
+        for comparison, steps in difference.found or ():
+            comparison.apply(steps)
+        self.is_settled()
+        for piece in difference.pieces:
+            assert isinstance(piece, DeviceDelta)
+            piece.ready = self.ready
 
-        return Difference([delta] if steps else [], gains, aboves, apply)
+    def gains(self, delta: Delta) -> None:
+        """Return None: payloads are proven by the steps that they decode to."""
+
+    def encode(
+        self, codec_name: str, delta: Delta, digests: Mapping[int, np.ndarray], version: int, most: int
+    ) -> Iterator[tuple[Encoded, bytes]] | None:
+        """Return payloads of about `most` changes with their bytes, made and proven here; None for a delta on
+        the host, and for `raw`. The bits have taken the delta.
+
+        Raises:
+            CorruptDataError: a payload does not decode to what was encoded.
+        """
+        if not isinstance(delta, DeviceDelta) or codec_name == "raw":
+            self._coder = None
+            return None
+        return self._encoded(codec_name, delta, digests, version, most)
+
+    def _encoded(
+        self, codec_name: str, delta: DeviceDelta, digests: Mapping[int, np.ndarray], version: int, most: int
+    ) -> Iterator[tuple[Encoded, bytes]]:
+        coder, self._coder = self._kept_coder(), None  # its memory stays only if it had enough
+        yield from coder.payloads(codec_name, delta, digests, version, [*delta.split(most)])
+        self._coder = coder
+
+    def _kept_coder(self) -> DeviceCoder:
+        if self._coder is None:
+            from deltasync.gpu.encode import DeviceCoder
+
+            self._coder = DeviceCoder(self._layout, self.device)
+        return self._coder
 
 
 _Part = tuple[np.ndarray, "Comparison", "Found"]

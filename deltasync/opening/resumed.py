@@ -20,10 +20,10 @@ from deltasync.errors import ChainError, ChannelInUseError, FormatError, StoreEr
 from deltasync.opening.start import replayed
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
-from deltasync.publish.pending import host_delta
 from deltasync.publish.shadow import Shadow
 from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import fingerprint
+from deltasync.tensors.delta import joined
 from deltasync.trainer.ranks import Ranks, attempt
 
 _WITHOUT_STEP = 16  # versions in a row without a step, or of one step, that are looked at
@@ -92,7 +92,7 @@ class StepCheck:
             if not is_shadow:
                 chain = plan.find_chain(self._reader, None, version)
                 known = replayed(self._reader, shadow.ranges, chain, [])
-            now, delta = shadow.bits, host_delta(shadow.layout, found.pieces)
+            now, delta = shadow.bits, joined(found.pieces, shadow.layout).host()
             counts = dict[str, int]()
             for name, held_N in now.items():
                 bits_N, steps = held_N.copy(), delta.of(name)

@@ -70,7 +70,7 @@ class Steps:
         """
         if job.full or before is None:
             return cls(job.shadow.layout, job.shadow.ranges, job.version)
-        before.add(job.delta)
+        before.add(job.delta.host())
         if marks:
             before.mark(job.version)
         return before

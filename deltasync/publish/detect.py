@@ -6,13 +6,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 
 from deltasync.errors import CorruptDataError
-from deltasync.gpu.delta import DeviceDelta
 from deltasync.kernels import native
 from deltasync.tensors import Delta, Fingerprints, Layout, bounds, fingerprint
 from deltasync.tensors.bits import cast, has_nan, nan_bounds, served_dtype
@@ -41,13 +41,13 @@ class Difference:
         pieces: The steps, in pieces of different elements.
         gains: Sum of what they add to the fingerprints, by width; uint64[T] each.
         aboves: How many elements of each tensor become NaN, by width; int64[T] each.
-        apply: Adds them to the shadow's bits. If it raises, or is interrupted, these are not known any more.
+        found: What else the shadow's memory needs to apply it.
     """
 
-    pieces: Sequence[Delta | DeviceDelta] = ()
+    pieces: Sequence[Delta] = ()
     gains: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     aboves: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    apply: Callable[[], None] = lambda: None
+    found: Any = None
 
     @property
     def changed(self) -> int:
@@ -199,6 +199,15 @@ class HostShadow:
             self._add(name, held, lasting=False)
         return self._ended()
 
+    def apply(self, difference: Difference) -> None:
+        """Add a difference to the bits. If this raises, or is interrupted, they are not known any more."""
+        for piece in difference.pieces:
+            self.add(piece)
+
+    def encode(self, *_: Any) -> Iterator[Any] | None:
+        """Return None: `publish.encode` reads the bits here."""
+        return None
+
     def add(self, delta: Delta) -> None:
         """Add steps to the bits."""
         for width, steps in delta.steps.items():
@@ -311,9 +320,4 @@ class HostShadow:
         for width, vector in self._layout.vectors.items():
             changed = sum(piece.steps[width].at_K.size for piece in found if width in piece.steps)
             self._fraction[width] = changed / max(vector.element_count, 1)
-
-        def apply() -> None:
-            for piece in found:
-                self.add(piece)
-
-        return Difference(found, self._gains, self._aboves, apply)
+        return Difference(found, self._gains, self._aboves)

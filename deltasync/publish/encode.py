@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
 import numpy as np
@@ -15,12 +14,9 @@ from deltasync.channel.documents import Delta, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded, NewBits, RangeBits
 from deltasync.errors import CorruptDataError, get_logger
-from deltasync.gpu.delta import DeviceDelta
-from deltasync.kernels.backend import accelerator
 from deltasync.publish.pending import Pending
 from deltasync.tensors import Delta as Changes
 from deltasync.tensors import Layout
-from deltasync.tensors.delta import Piece
 
 logger = get_logger(__name__)
 
@@ -29,7 +25,7 @@ GROUP_CHANGED = 1 << 20
 
 
 class GroupEncoder:
-    """Encodes and proves deltas group by group: on the device where they are, else on the host.
+    """Encodes and proves deltas group by group: where the shadow is, else on the host.
 
     Args:
         codec_name: The codec.
@@ -37,7 +33,6 @@ class GroupEncoder:
 
     def __init__(self, codec_name: str) -> None:
         self.codec_name = codec_name
-        self._device: DeviceCoder | None = None
 
     def encode(
         self, job: Pending, put: Callable[[int, bytes], Future[File]], *, inline: bool = True
@@ -51,41 +46,28 @@ class GroupEncoder:
         Raises:
             CorruptDataError: a payload does not decode to what was encoded, or the shadow has been damaged.
         """
-        if (delta := job.on_device) is not None and self.codec_name != "raw":
-            try:
-                return _stored(self._on_device(job, delta), put, inline=inline)
-            except torch.OutOfMemoryError as error:
-                logger.warning("Version %d is encoded on the host: %s", job.version, error)
-        self._device = None
-        return _stored(self._on_host(job), put, inline=inline)
-
-    def _on_host(self, job: Pending) -> Iterator[tuple[Encoded, bytes]]:
-        shadow = job.shadow
         assert job.fingerprints is not None
-        shadow.audit()
+        try:
+            job.shadow.audit()
+            there = job.shadow.encode(
+                self.codec_name, job.delta, job.fingerprints.of, job.version, GROUP_CHANGED
+            )
+            if there is not None:
+                return _stored(there, put, inline=inline)
+        except torch.OutOfMemoryError as error:
+            logger.warning("Version %d is encoded on the host: %s", job.version, error)
+        return _stored(self._encoded(job), put, inline=inline)
+
+    def _encoded(self, job: Pending) -> Iterator[tuple[Encoded, bytes]]:
+        shadow, delta = job.shadow, job.delta.host()
+        assert job.fingerprints is not None
 
         def new(name: str) -> tuple[np.ndarray, int]:
             return shadow.bits[name], shadow.ranges[name][0]
 
-        for piece in job.delta.split(GROUP_CHANGED):
-            group = job.delta.part(piece)
+        for piece in delta.split(GROUP_CHANGED):
+            group = delta.part(piece)
             yield encode(self.codec_name, group, new, job.fingerprints, job.version, job.version - 1, job)
-
-    def _on_device(self, job: Pending, delta: DeviceDelta) -> Iterator[tuple[Encoded, bytes]]:
-        if self._device is None or self._device.layout is not delta.layout:
-            self._device = DeviceCoder(delta)
-        with self._device.after(delta):
-            job.shadow.audit()
-        assert job.fingerprints is not None
-        digests, stored = job.fingerprints.of, list[tuple[str, bytes]]()
-        pieces = list(delta.split(GROUP_CHANGED))
-        for encoded in self._device.encode(self.codec_name, delta, digests, job.version, pieces):
-            stored.append((f"Payload {len(stored) + 1} of version {job.version}", encoded.to_bytes()))
-            yield encoded, stored[-1][1]
-        # All at once, while the parts are on their way.
-        self._device.prove(
-            record_of(self.codec_name, job.version, job.version - 1, delta.changed), delta, digests, stored
-        )
 
 
 def _stored(
@@ -173,90 +155,3 @@ def record_of(codec_name: str, version: int, base: int, changed: int) -> Record:
         base=VersionId(base, "-", "-"),
         delta=Delta(codec=codec_name, changed=changed),
     )
-
-
-class DeviceCoder:
-    """Encodes and proves deltas of a model on the device where the first one is, on a stream of its own.
-    Needs triton.
-
-    Args:
-        delta: The first delta.
-
-    Attributes:
-        layout: The model.
-    """
-
-    def __init__(self, delta: DeviceDelta) -> None:
-        from deltasync.gpu.codec import DeviceCodec
-
-        self.layout = delta.layout
-        self._device = next(iter(delta.bits.values())).bits_N.device
-        self._codec = DeviceCodec(self.layout, self._device, accelerator(self._device).send)
-        self._stream: torch.cuda.Stream | None = None
-        if self._device.type == "cuda":
-            self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]  # torch has no annotation
-
-    def encode(
-        self,
-        codec_name: str,
-        delta: DeviceDelta,
-        digests: Mapping[int, np.ndarray],
-        version: int,
-        pieces: Sequence[Piece],
-    ) -> Iterator[Encoded]:
-        """Yield the payloads that lead to a version from the one before; see `DeviceCodec.encode`."""
-        found = self._codec.encode(codec_name, delta, digests, version, version - 1, pieces)
-        while True:
-            with self.after(delta):
-                encoded = next(found, None)
-            if encoded is None:
-                return
-            yield encoded
-
-    def prove(
-        self,
-        record: Record,
-        delta: DeviceDelta,
-        digests: Mapping[int, np.ndarray],
-        stored: Sequence[tuple[str, bytes]],
-    ) -> None:
-        """Decode payloads, with their names, as a reader of the record does, and compare them with what was
-        encoded.
-
-        Raises:
-            CorruptDataError: they differ.
-        """
-        from deltasync.gpu.codec import Places
-
-        with self.after(delta):
-            places = {
-                width: Places.of(self.layout.vectors[width], bits) for width, bits in delta.bits.items()
-            }
-            opened = [payload for _, payload in payloads.opened(record, stored)]
-            found, told = self._codec.decode(opened, places, delta)
-            right = found.steps.keys() == delta.steps.keys()
-            for width, steps in delta.steps.items() if right else ():
-                of = found.steps[width]
-                right = (
-                    right
-                    and np.array_equal(of.count_T, steps.count_T)
-                    and np.array_equal(told[width], digests[width][steps.count_T > 0])
-                    and torch.equal(of.low_K, steps.low_K)
-                    and torch.equal(of.step_K.view(steps.step_K.dtype), steps.step_K)
-                )
-        if not right:
-            raise CorruptDataError(
-                f"The payloads to version {record.version} decode to other bits than were encoded; no record "
-                "names them."
-            )
-
-    @contextlib.contextmanager
-    def after(self, delta: DeviceDelta) -> Iterator[None]:
-        """Work on the stream, behind what has written the delta."""
-        if self._stream is None:
-            yield
-            return
-        with torch.cuda.stream(self._stream):
-            if delta.ready is not None:
-                self._stream.wait_event(delta.ready)
-            yield

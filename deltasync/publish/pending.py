@@ -16,16 +16,9 @@ import numpy as np
 from deltasync.channel import documents
 from deltasync.channel.documents import Anchor, Channel, Record, Reference, TokenLag
 from deltasync.errors import AckTimeoutError
-from deltasync.gpu.delta import DeviceDelta
 from deltasync.publish.shadow import Shadow, Weights
-from deltasync.tensors import Delta, Fingerprints, Layout, fingerprint
+from deltasync.tensors import Delta, Fingerprints, fingerprint
 from deltasync.tensors.delta import joined
-
-
-def host_delta(layout: Layout, pieces: Sequence[Delta | DeviceDelta]) -> Delta:
-    """Return pieces of different elements as one delta, on the host."""
-    found = [piece.host() for piece in pieces]
-    return joined(found) if found else Delta(layout, {})
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -61,7 +54,7 @@ class Pending:
     token_lag: TokenLag | None = None
     coalesced: int = 1
     changed: int = 0
-    pieces: Sequence[Delta | DeviceDelta] = ()
+    pieces: Sequence[Delta] = ()
     gains: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     fingerprints: Fingerprints | None = None
     reference: Reference | None = None
@@ -79,13 +72,8 @@ class Pending:
 
     @functools.cached_property
     def delta(self) -> Delta:
-        """All steps, on the host."""
-        return host_delta(self.shadow.layout, self.pieces)
-
-    @property
-    def on_device(self) -> DeviceDelta | None:
-        """All steps, if they are on a device."""
-        return self.pieces[0] if len(self.pieces) == 1 and isinstance(self.pieces[0], DeviceDelta) else None
+        """All steps: where they are, if they are one piece, else on the host."""
+        return joined(self.pieces, self.shadow.layout)
 
     def record(
         self,

@@ -41,12 +41,12 @@ from deltasync.opening.start import (
 from deltasync.ops.compactor import maintains
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
-from deltasync.publish.pending import Pending, Receipt, host_delta
+from deltasync.publish.pending import Pending, Receipt
 from deltasync.publish.shadow import Shadow, collect_weights
 from deltasync.publish.upload import PartQueue, UploadQueue
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints
-from deltasync.tensors.delta import merge
+from deltasync.tensors.delta import joined, merge
 from deltasync.threads import Home, OneCaller, let_go
 from deltasync.trainer.ranks import Ranks, attempt
 from deltasync.trainer.stream import Stream
@@ -447,7 +447,7 @@ class Publisher:
             self._agreed = None
         pieces = found.pieces
         if waiting is not None and not full and waiting.pieces and pieces:
-            pieces = [merge([waiting.delta, host_delta(shadow.layout, pieces)])]
+            pieces = [merge([waiting.delta, joined(pieces, shadow.layout)])]
         elif waiting is not None and not full:
             pieces = [*waiting.pieces, *pieces]
         gains = found.gains

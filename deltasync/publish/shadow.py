@@ -23,9 +23,10 @@ import torch
 
 from deltasync import kernels, limits
 from deltasync.channel import anchors
+from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError, get_logger
-from deltasync.gpu.shadow import DeviceShadow, needed_bytes, room_bytes
 from deltasync.kernels import native
+from deltasync.kernels.backend import accelerator
 from deltasync.publish.detect import Difference, HostShadow, Looks, copied, looks_of
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, signed_view
@@ -49,7 +50,7 @@ class Shadow:
     Args:
         specs: The whole tensors.
         ranges: The range that is held of each.
-        memory: The unsigned bit patterns of each range, on the host or on a device.
+        memory: The unsigned bit patterns of each range, on the host; or what has them, there or on a device.
         place: `auto`, `device` or `host`: where bits that are on the host go when the first stream is
             compared with them.
 
@@ -64,7 +65,7 @@ class Shadow:
         self,
         specs: Mapping[str, TensorSpec],
         ranges: Mapping[str, Range],
-        memory: Mapping[str, np.ndarray] | HostShadow | DeviceShadow,
+        memory: Mapping[str, np.ndarray] | HostShadow,
         place: str = "host",
     ) -> None:
         self.layout = Layout(specs)
@@ -157,18 +158,19 @@ class Shadow:
         layout, ranges = Layout(specs), {name: (part.start, part.stop) for name, part in parts.items()}
         device = choose(place, layout, ranges, devices)
         if device is None:
-            bits = {
+            held = {
                 n: bits_of(part.held if keep else copied(part.held, specs[n].dtype))
                 for n, part in parts.items()
             }
-            shadow = cls(specs, ranges, bits, place)
-            shadow._is_settled = True
-            return shadow
-        memory = DeviceShadow(layout, ranges, device)
-        for name, part in parts.items():
-            memory.set(name, part.held)
-        memory.is_settled()
-        return cls(specs, ranges, memory, place)
+            memory = HostShadow(layout, ranges, held)
+        else:
+            memory = accelerator(device).shadow(layout, ranges)
+            for name, part in parts.items():
+                memory.set(name, part.held)
+            memory.is_settled()
+        shadow = cls(specs, ranges, memory, place)
+        shadow._is_settled = True
+        return shadow
 
     def compare(self, names: Sequence[str] | None, held: Sequence[torch.Tensor]) -> Difference:
         """Compare the ranges of tensors that stay until the next call with the bits. Nothing is mutated.
@@ -213,7 +215,7 @@ class Shadow:
         with self.lock:
             before = vars(self).pop("fingerprints", None)  # not known until the bits are
             deltas = [piece.host() for piece in difference.pieces] if self._snapshots else []
-            difference.apply()
+            self._memory.apply(difference)
             if before is not None:
                 self.fingerprints = before.with_gains(difference.gains)
             vectors = self.layout.vectors
@@ -234,7 +236,17 @@ class Shadow:
         Raises:
             CorruptDataError: they are of elements that are not held.
         """
-        return self._memory.gains(delta) if isinstance(self._memory, HostShadow) else None
+        return self._memory.gains(delta)
+
+    def encode(
+        self, codec_name: str, delta: Delta, digests: Mapping[int, np.ndarray], version: int, most: int
+    ) -> Iterator[tuple[Encoded, bytes]] | None:
+        """Return the payloads of a delta that the bits have taken, of about `most` changes each, with their
+        bytes, made and proven on the device of both; None where the host does that.
+
+        `digests` are the fingerprints after it, by width.
+        """
+        return self._memory.encode(codec_name, delta, digests, version, most)
 
     def snapshot(self) -> Snapshot:
         """Return the bits of now, while the shadow goes on."""
@@ -255,7 +267,7 @@ class Shadow:
             return
         device = choose(self._place, self.layout, self.ranges, devices)
         if device is not None:
-            memory = DeviceShadow(self.layout, self.ranges, device)
+            memory = accelerator(device).shadow(self.layout, self.ranges)
             for name, bits_N in self.bits.items():
                 memory.view(name).copy_(signed_view(bits_N.reshape(-1)))
             memory.is_settled()
@@ -269,7 +281,7 @@ class Shadow:
             self._memory.plan(names, held)
             self._planned = planned
 
-    def _become(self, memory: HostShadow | DeviceShadow) -> None:
+    def _become(self, memory: HostShadow) -> None:
         with self.lock:
             self._memory = memory
 
@@ -289,7 +301,7 @@ def choose(
     if wanted != "host":
         why = f"the tensors are on {', '.join(map(str, devices)) or 'no device'}"
         if len(devices) == 1 and kernels.compares(of := next(iter(devices))):
-            room, needed = room_bytes(of), needed_bytes(layout, ranges)
+            room, needed = accelerator(of).room(layout, ranges)
             if wanted == "device" or needed <= room:
                 device = of
             else:

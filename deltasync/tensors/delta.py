@@ -159,10 +159,14 @@ def of_tensor(layout: Layout, name: str, index_K: np.ndarray, step_K: np.ndarray
 
 
 def merge(deltas: Sequence[Delta]) -> Delta:
-    """Merge consecutive deltas of one model, oldest first, at least one. Their arrays are not mutated."""
+    """Merge consecutive deltas of one model, oldest first, at least one. Their arrays are not mutated.
+
+    One stays where it is; several are merged on the host.
+    """
     layout = deltas[0].layout
     if len(deltas) == 1:
         return deltas[0]
+    deltas = [delta.host() for delta in deltas]
     found = {
         width: _sum([delta.steps[width] for delta in deltas if width in delta.steps])
         for width in layout.vectors
@@ -172,17 +176,19 @@ def merge(deltas: Sequence[Delta]) -> Delta:
     )
 
 
-def joined(deltas: Sequence[Delta]) -> Delta:
-    """Join deltas that change different elements, such as the parts of one version.
+def joined(deltas: Sequence[Delta], layout: Layout | None = None) -> Delta:
+    """Join deltas that change different elements, such as the parts of one version, on the host.
+
+    One alone stays where it is. Where there may be none, `layout` is needed.
 
     Raises:
         ValueError: two of them change the same element.
     """
-    first = deltas[0]
     if len(deltas) == 1:
-        return first
+        return deltas[0]
+    deltas, layout = [delta.host() for delta in deltas], layout or deltas[0].layout
     found: dict[int, Sparse] = {}
-    for width in first.layout.vectors:
+    for width in layout.vectors:
         parts = [delta.steps[width] for delta in deltas if width in delta.steps]
         parts.sort(key=lambda part: int(part.at_K[0]))
         if not parts:
@@ -194,7 +200,7 @@ def joined(deltas: Sequence[Delta]) -> Delta:
             if (at_K[1:] == at_K[:-1]).any():
                 raise ValueError("an element occurs twice")
         found[width] = Sparse(at_K, data_K)
-    return Delta(first.layout, found)
+    return Delta(layout, found)
 
 
 def _sum(steps: Sequence[Sparse]) -> Sparse | None:

@@ -16,8 +16,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import PublishPendingError, StoreError
 from deltasync.ops.cli import main
 from deltasync.ops.steps import Steps
-from deltasync.publish.pending import host_delta
 from deltasync.tensors.bits import bits_of
+from deltasync.tensors.delta import joined
 from tests.builders import Compared, assert_holds, finish_maintenance
 from tests.faults import FaultyStore
 
@@ -61,7 +61,7 @@ def test_the_size_of_a_compaction_is_estimated_as_it_is() -> None:
     assert steps.estimated_bytes() == 0
     for _ in range(40):
         storage.move(random, weights, 0.01)
-        steps.add(host_delta(layout, known.take(weights).pieces))
+        steps.add(joined(known.take(weights).pieces, layout))
     moved = np.concatenate(
         [bits_of(tensor).astype(np.int64) - bits_of(first[name]) for name, tensor in weights.items()]
     )

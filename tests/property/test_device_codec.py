@@ -30,7 +30,7 @@ from tests.interpreter import DEVICE, INTERPRETED, RUNS
 
 if RUNS:
     from deltasync.gpu import codec as on_device
-    from deltasync.publish.encode import DeviceCoder
+    from deltasync.gpu.encode import DeviceCoder
 
 pytestmark = pytest.mark.skipif(not RUNS, reason="needs a GPU or Triton's interpreter")
 
@@ -167,7 +167,7 @@ def test_all_few_and_tiny(name: str, fraction: float, shapes: list[tuple[int, ..
 
 def _prove(name: str, there: DeviceDelta, digests: dict[int, np.ndarray], files: list[bytes]) -> None:
     record = encode.record_of(name, 8, 7, there.changed)
-    DeviceCoder(there).prove(
+    DeviceCoder(there.layout, next(iter(there.bits.values())).bits_N.device).prove(
         record, there, digests, [(str(number), data) for number, data in enumerate(files)]
     )
 

@@ -29,7 +29,7 @@ if INTERPRETED:
     from triton.runtime.interpreter import GridExecutor
 
     from deltasync.gpu import codec as on_device
-    from deltasync.publish.encode import DeviceCoder
+    from deltasync.gpu.encode import DeviceCoder
     from tests.property.test_device_codec import Case, case
 
 SIZES = {"TILE": 40, "SMALL": 60, "LEAST": 40, "FEW": 1}
@@ -113,7 +113,8 @@ def works(made: Case, name: str, work: Work) -> Steps:
     ((width, of),) = made.layout.vectors.items()
     delta, digests, bits = made.there(), made.digests, made.there(are_new=False).bits
     places = {width: on_device.Places.of(of, bits[width])}
-    coder, decoder = DeviceCoder(delta), on_device.DeviceCodec(made.layout, torch.device("cpu"), _send)
+    cpu = torch.device("cpu")
+    coder, decoder = DeviceCoder(made.layout, cpu), on_device.DeviceCodec(made.layout, cpu, _send)
     tiles.tiling(of, places[width].range_T2)  # made once for a model
     tiles.counts(of, tiles.TILE, tiles.BLOCK)
     found = {}

@@ -199,15 +199,15 @@ MUTANTS = {
         at_night=True,
     ),
     "the shadow does not move": Mutant(
-        "deltasync.publish.shadow", "            difference.apply()\n", "", ""
+        "deltasync.publish.shadow", "            self._memory.apply(difference)\n", "", ""
     ),
     "fingerprints do not move": Mutant(
         "deltasync.publish.shadow", "before.with_gains(difference.gains)", "before", ""
     ),
     "what waits is merged with nothing": Mutant(
         "deltasync.publish.publisher",
-        "merge([waiting.delta, host_delta(shadow.layout, pieces)])",
-        "host_delta(shadow.layout, pieces)",
+        "merge([waiting.delta, joined(pieces, shadow.layout)])",
+        "joined(pieces, shadow.layout)",
         "hung",
     ),
     # ranks

@@ -5,10 +5,12 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 import torch
 
+from deltasync.errors import CorruptDataError
 from deltasync.gpu.delta import BLOCK, DeviceDelta, DeviceSparse
-from deltasync.tensors import Layout, TensorSpec
+from deltasync.tensors import Layout, Sparse, TensorSpec
 
 
 def sparse(base_B: list[int], held_B: list[list[int]]) -> DeviceSparse:
@@ -34,6 +36,20 @@ def test_whole_positions_come_from_their_lower_bits() -> None:
     assert found.at_K.dtype == np.int64 and found.at_K.tolist() == AT
     assert found.data_K.dtype == np.uint16 and found.data_K.tolist() == [*range(1, len(AT) + 1)]
     assert delta.counts() == {"w": len(AT)} and delta.changed == len(AT)
+
+
+@pytest.mark.parametrize("lacking", [slice(1, None), slice(0, -1), slice(0, 0)])
+def test_a_host_form_that_lacks_a_step_is_refused(lacking: slice, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = DeviceSparse.host
+
+    def lacks(steps: DeviceSparse, index: np.dtype) -> Sparse:
+        return Sparse(*(each[lacking] for each in whole(steps, index)))
+
+    delta = DeviceDelta(Layout({"w": TensorSpec("w", "bfloat16", (4 << 32,))}), {2: sparse(BASES, HELD)})
+    assert delta.host().changed == delta.changed
+    monkeypatch.setattr(DeviceSparse, "host", lacks)
+    with pytest.raises(CorruptDataError, match="not those on its device"):
+        delta.host()
 
 
 def test_changes_below_limits_are_counted() -> None:
