@@ -19,8 +19,9 @@ import triton.language as tl
 
 from deltasync.errors import undoing
 from deltasync.gpu.common import UNSIGNED, on, unsigned
-from deltasync.kernels import reference, table
+from deltasync.kernels import table
 from deltasync.kernels.table import Line, Room, Rows, Table, Writes
+from deltasync.tensors.fingerprint import INDEX_STEP, MIX_1, MIX_2, VALUE_STEP
 
 _READ_BLOCK = 512  # elements that a program reads at once from a row of `table.STREAM_BLOCK`
 
@@ -41,10 +42,8 @@ _DEST, _KEY, _OFFSET, _FIRST, _SPAN, _DIMS, _COLUMNS, _MOST_DIMS, _LOW, _COUNT, 
     )
 )
 
-_INDEX_STEP = tl.constexpr(int(reference.INDEX_STEP))
-_VALUE_STEP = tl.constexpr(int(reference.VALUE_STEP))
-_MIX_1 = tl.constexpr(int(reference.MIX_1))
-_MIX_2 = tl.constexpr(int(reference.MIX_2))
+_INDEX_STEP, _VALUE_STEP = tl.constexpr(INDEX_STEP), tl.constexpr(VALUE_STEP)
+_MIX_1, _MIX_2 = tl.constexpr(MIX_1), tl.constexpr(MIX_2)
 
 # Nothing is specialized on values or alignment: a commit must not have to compile what `warm_up` has not
 # compiled.

@@ -44,7 +44,6 @@ __all__ = [
     "host_segments",
     "native",
     "rans",
-    "reference",
     "segment_kernels",
     "table",
 ]

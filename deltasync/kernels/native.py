@@ -27,6 +27,7 @@ from deltasync import config
 from deltasync.kernels import reference
 from deltasync.kernels.rans import LEVELS, TABLE_BITS, Blocks, Classes, Costs
 from deltasync.tensors import Sparse, TensorSpec, Vector, bounds
+from deltasync.tensors.fingerprint import INDEX_STEP
 
 _native: Any = None
 with contextlib.suppress(ImportError):
@@ -117,7 +118,7 @@ def _checked(name: str, work: int, *given: Any) -> None:
 
 def key_from(key: int, start: int) -> int:
     """Return the key under which elements from flat index `start` on hash as if that index were 0."""
-    return (key + start * int(reference.INDEX_STEP)) % (1 << 64)
+    return (key + start * INDEX_STEP) % (1 << 64)
 
 
 def fingerprint(key: int, bits_N: np.ndarray, start: int = 0) -> int:

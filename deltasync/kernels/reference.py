@@ -14,13 +14,9 @@ import numpy as np
 
 from deltasync.kernels.rans import RATIO_BITS, STATE_MIN, TABLE_BITS, Blocks, Costs
 from deltasync.tensors import Sparse, Vector, index_dtype
+from deltasync.tensors.fingerprint import INDEX_STEP, MIX_1, MIX_2, VALUE_STEP
 
-# Odd 64-bit constants: the golden ratio and two from Steele, Lea and Flood, "Fast Splittable Pseudorandom
-# Number Generators" (OOPSLA 2014, splitmix64), and one more odd one for the value.
-INDEX_STEP = np.uint64(0x9E3779B97F4A7C15)
-VALUE_STEP = np.uint64(0xD1B54A32D192ED03)
-MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
-MIX_2 = np.uint64(0x94D049BB133111EB)
+_INDEX_STEP, _VALUE_STEP, _MIX_1, _MIX_2 = map(np.uint64, (INDEX_STEP, VALUE_STEP, MIX_1, MIX_2))
 
 
 def cell_hash(key: int, index_K: np.ndarray, bits_K: np.ndarray) -> np.ndarray:
@@ -28,9 +24,9 @@ def cell_hash(key: int, index_K: np.ndarray, bits_K: np.ndarray) -> np.ndarray:
     combination.
     """
     with np.errstate(over="ignore"):
-        z = np.uint64(key) + index_K.astype(np.uint64) * INDEX_STEP + bits_K.astype(np.uint64) * VALUE_STEP
-        z = (z ^ (z >> np.uint64(30))) * MIX_1
-        z = (z ^ (z >> np.uint64(27))) * MIX_2
+        z = np.uint64(key) + index_K.astype(np.uint64) * _INDEX_STEP + bits_K.astype(np.uint64) * _VALUE_STEP
+        z = (z ^ (z >> np.uint64(30))) * _MIX_1
+        z = (z ^ (z >> np.uint64(27))) * _MIX_2
         hashed: np.ndarray = z ^ (z >> np.uint64(31))
     return hashed
 

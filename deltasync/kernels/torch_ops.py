@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from deltasync.errors import undoing
-from deltasync.kernels import reference, table
+from deltasync.kernels import table
 from deltasync.kernels.table import Line, Room, Rows, Table, Writes
+from deltasync.tensors.fingerprint import INDEX_STEP, MIX_1, MIX_2, VALUE_STEP
 
 _READ_BLOCK = 1 << 20
 
@@ -22,9 +23,7 @@ def _as_signed(value: int) -> int:
     return value - (1 << 64) if value >= 1 << 63 else value
 
 
-_INDEX_STEP, _VALUE_STEP, _MIX_1, _MIX_2 = (
-    _as_signed(int(c)) for c in (reference.INDEX_STEP, reference.VALUE_STEP, reference.MIX_1, reference.MIX_2)
-)
+_INDEX_STEP, _VALUE_STEP, _MIX_1, _MIX_2 = map(_as_signed, (INDEX_STEP, VALUE_STEP, MIX_1, MIX_2))
 
 
 def _shift(z: torch.Tensor, by: int) -> torch.Tensor:

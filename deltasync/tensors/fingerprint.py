@@ -16,6 +16,11 @@ import hashlib
 
 MASK = (1 << 64) - 1
 
+# Odd 64-bit constants: the golden ratio and two from Steele, Lea and Flood, "Fast Splittable Pseudorandom
+# Number Generators" (OOPSLA 2014, splitmix64), and one more odd one for the value.
+INDEX_STEP, VALUE_STEP = 0x9E3779B97F4A7C15, 0xD1B54A32D192ED03
+MIX_1, MIX_2 = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+
 
 def tensor_key(name: str) -> int:
     """Return a tensor's 64-bit key: the first 8 bytes, little-endian, of the sha256 of its UTF-8 name."""

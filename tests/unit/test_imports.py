@@ -166,6 +166,16 @@ def test_a_class_name_stands_once() -> None:
     assert not {name: modules for name, modules in homes.items() if len(modules) > 1 and name not in TWICE}
 
 
+def test_only_the_choice_of_kernels_imports_the_oracle() -> None:
+    users = {
+        module
+        for package in PACKAGES
+        for module, path in _modules(package)
+        if "deltasync.kernels.reference" in _imports(path)
+    }
+    assert users == {"deltasync.kernels.native"}
+
+
 def test_stores_know_no_tensors() -> None:
     stores = [
         (module, path) for module, path in _modules("deltasync") if module.startswith("deltasync.stores")
