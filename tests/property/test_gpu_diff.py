@@ -51,7 +51,7 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def _set_sizes(monkeypatch: pytest.MonkeyPatch, block: int, group: int, slot: int) -> None:
-    monkeypatch.setattr(groups, "BLOCK", block)
+    monkeypatch.setattr(gpu_diff, "BLOCK", block)
     monkeypatch.setattr(groups, "GROUP_BLOCKS", group)
     monkeypatch.setattr(groups, "SLOT", slot)
 
