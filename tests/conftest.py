@@ -43,26 +43,32 @@ if not RUNS:
         "tests of GPU kernels by themselves; test_interpreted.py runs them through Triton's interpreter"
     )
 
-_TOGETHER = re.compile(r"/test_(vllm\w*|trl\w*|curves|jobs|salt|compose|wordle_player)\.py\b")
+# Those that start vLLM, or import it, and those that import TRL: ten seconds for each process that does.
+_TOGETHER = {
+    "vLLM": re.compile(r"/test_(vllm\w*|trl_server|salt|compose|wordle_player)\.py\b"),
+    "TRL": re.compile(r"/test_(trl_(?!server)\w*|curves|jobs)\.py\b"),
+}
 # Each test of these is a process of its own, which any worker may take.
 _APART = re.compile(r"/test_(simulator|interpreted)\.py\b")
 
 
+def _together(nodeid: str) -> str | None:
+    return next((name for name, files in _TOGETHER.items() if files.search(nodeid)), None)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """A worker takes whole modules, and one of them all that start vLLM, whose processes spin while they
-    wait.
+    """A worker takes whole modules, one of them all that start vLLM, whose processes spin while they wait,
+    and one all that import TRL.
 
-    The same one takes all that import vLLM or TRL, which takes ten seconds each. Tests that wait for a
-    process of their own are taken one by one.
+    Tests that wait for a process of their own are taken one by one.
     """
     from xdist.scheduler import LoadFileScheduling
 
     class Scheduler(LoadFileScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if _TOGETHER.search(nodeid):
-                return "vLLM and TRL"
-            return nodeid if _APART.search(nodeid) else str(super()._split_scope(nodeid))
+            alone = nodeid if _APART.search(nodeid) else str(super()._split_scope(nodeid))
+            return _together(nodeid) or alone
 
     config.option.loadscopereorder = False  # modules are taken in the order of collection
     return Scheduler(config, log)
@@ -74,7 +80,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
     items[:] = [item for item in items if item not in left_out]
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: (not _TOGETHER.search(item.nodeid), not _APART.search(item.nodeid)))
+        last = len(_TOGETHER) + 1
+        order = {name: place for place, name in enumerate(_TOGETHER)}
+        items.sort(
+            key=lambda item: order.get(_together(item.nodeid), last - bool(_APART.search(item.nodeid)))
+        )
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

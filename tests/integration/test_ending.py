@@ -68,7 +68,7 @@ def signals(*slow: signal.Signals) -> pytest.MarkDecorator:
 
 @pytest.mark.vllm
 @pytest.mark.trl
-@signals(signal.SIGINT, signal.SIGKILL)
+@signals(*signal.Signals)
 def test_the_demo(number: signal.Signals, tmp_path: Path) -> None:
     command = ["demo", "--out", str(tmp_path / "demo")]
     leaves_nothing(command, b"EngineCore", number, tmp_path)

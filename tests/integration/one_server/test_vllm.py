@@ -56,7 +56,7 @@ def test_versions_are_committed_bit_for_bit_while_a_long_request_is_generated(se
     asking.start()
     version = 0
     try:
-        for _ in range(12):
+        for _ in range(6):
             server.step()
             version = server.publish()
             server.assert_serves(version)
@@ -67,7 +67,7 @@ def test_versions_are_committed_bit_for_bit_while_a_long_request_is_generated(se
     commits = server.status()["commits"]
     assert [commit["version"] for commit in commits] == list(range(2, version + 1))
     assert not any(commit["anchor"] for commit in commits)
-    assert sum(commit["running_requests"] for commit in commits) >= 6
+    assert sum(commit["running_requests"] for commit in commits) >= 3
     assert sum(commit["tokens_during_sync"] for commit in commits) > 0
     assert server.json("/weight_info")["weight_version"] == str(version)
 
