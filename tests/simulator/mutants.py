@@ -380,7 +380,7 @@ MUTANTS = {
     ),
     "there is no grace": Mutant(
         "deltasync.ops.retention",
-        "since_s = math.inf if grace_s <= 0 else now_s - grace_s",
+        "since_s = math.inf if grace_s <= 0 else clock.now_s - grace_s",
         "since_s = math.inf",
         "mild long brief forgets keeper",
         at_night=True,
