@@ -88,7 +88,7 @@ def finish_maintenance(publisher: Publisher) -> None:
 
 def wait_for_head(log: Log) -> None:
     """Wait until head names the newest version."""
-    log._head.submit(int).result(PATIENCE_S)
+    log.head.workers.submit(int).result(PATIENCE_S)
 
 
 def settle(publisher: Publisher) -> None:

@@ -87,11 +87,11 @@ class FaultyStore(WrappedStore):
         """An object is larger than any reader allows."""
         self._endless = key
 
-    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         with self._lock:
             self._age_s.pop(key, None)
             self._put = [each for each in self._put if each != key] + [key]
-        super().put(key, data, guard=guard)
+        super().put(key, data)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         late = set(self._put[len(self._put) - self.behind :])

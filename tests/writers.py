@@ -7,6 +7,7 @@ A plugin of pytest: tests/conftest.py names it.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -32,14 +33,16 @@ from deltasync.channel.signing import Signer
 from deltasync.config import PublisherSettings
 from deltasync.errors import FormatError, MissingVersionError
 from deltasync.opening.acquire import open_channel
-from deltasync.publish.log import Lease, Log
+from deltasync.publish.log import Log
 from deltasync.stores import Store
+from deltasync.stores.leased import LeasedStore
 from deltasync.stores.retries import RetryStore
 from tests.builders import wait_for_head
 from tests.faults import FaultyStore
 from tests.hub import fixtures
 
-QUICK = Lease(0.03, 0.02, 0.005)
+QUICK = functools.partial(LeasedStore, settle_s=0.03, recheck_s=0.02)
+Lease = Callable[[Store], LeasedStore]
 TENSORS: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("bfloat16", (64,))}
 
 
@@ -84,8 +87,7 @@ class Journal:
 
 
 class WriterStore(FaultyStore):
-    """One writer's way to a store, with faults. Calls named `put` are held and fail after the guard has
-    looked.
+    """One writer's way to a store, with faults.
 
     Args:
         inner: The store.
@@ -111,9 +113,7 @@ class WriterStore(FaultyStore):
         verb = self.inner.put if self._ignores else self.inner.create
         self.ask("create", key, lambda: self._stored(verb, key, data))
 
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
-        if guard is not None:
-            guard()
+    def put(self, key: str, data: bytes) -> None:
         self._journal.send(self._name, key, data)
         self.ask("put", key, lambda: self._stored(self.inner.put, key, data))
 
@@ -146,7 +146,7 @@ class Script:
             RetryStore(store, retries, 0.0), None if signer is None else signer.trusted
         )
         settings = PublisherSettings()
-        self.log: Log = open_channel(self.reader, settings, resume, signer, lease)
+        self.log: Log = open_channel(self.reader, settings, resume, signer, leased=lease)
         self.channel, self.tip = self.log.channel, self.log.tip
         self.end: StoredRecord | None = None
         if self.tip is not None:
@@ -157,7 +157,7 @@ class Script:
 
     def create(self) -> Channel:
         """Create the channel."""
-        return self.log.create_channel(
+        return self.log.describe(
             Channel(
                 run_id="any",
                 created_at=documents.now(),

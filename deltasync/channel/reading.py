@@ -5,7 +5,6 @@ covers it.
 from __future__ import annotations
 
 import contextlib
-import logging
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future
 from pathlib import Path
@@ -26,15 +25,10 @@ from deltasync.errors import (
     ObjectMissingError,
     RunMismatchError,
     StoreError,
-    TransientStoreError,
 )
 from deltasync.stores.base import ObjectInfo, Store
 from deltasync.stores.cache import CachedStore
-from deltasync.stores.retries import READS, retried
 from deltasync.tensors import Layout, TensorSpec
-
-_LISTED_S = 0.5  # wait for a document that a listing shows and that cannot be read
-_MOST_GAP = 1000  # between the numbers of epochs, some of whose documents are gone
 
 _Document = TypeVar("_Document", Channel, Head, EpochDocument)
 
@@ -170,39 +164,6 @@ class ChannelReader:
     def opening(self, epoch: str) -> EpochDocument | None:
         """The document of an epoch, None if it is missing or damaged, or no trusted key has signed it."""
         return self._read_small(keys.epoch_document(epoch), EpochDocument, self.trusted)
-
-    def is_opening(self, epoch: str, newest: int) -> bool:
-        """Whether a publisher seems to have opened a listed epoch, after the one with the number `newest` or
-        beside it.
-
-        Anybody who may write can store such documents. In a signed channel a trusted key must have signed it;
-        in others its number must follow closely, or be the same or the next one if the document cannot be
-        read or is another run's.
-
-        Raises:
-            TransientStoreError: the channel is signed, and the store says that the listed document is
-                missing.
-        """
-        number, key, missing = keys.epoch_number(epoch), keys.epoch_document(epoch), False
-        found: EpochDocument | None = None
-        again = (ObjectMissingError, FormatError)  # a byte may be damaged on the way, and a listing be ahead
-        try:
-            found = retried(
-                lambda: self._small(key, EpochDocument, self.trusted),
-                READS - 1,
-                _LISTED_S,
-                passing=again,
-                level=logging.DEBUG,
-            )
-        except ObjectMissingError:
-            missing = True
-        except FormatError:
-            pass
-        if found is not None and (self._described is None or found.run_id == self.channel().run_id):
-            return self.trusted is not None or number <= newest + _MOST_GAP
-        if found is None and missing and self.trusted is not None:
-            raise TransientStoreError(f"{self.store.url} lists {key}, and says that it is missing.")
-        return (found is not None or self.trusted is None) and number <= newest + 1
 
     def _read_small(
         self, key: str, kind: type[_Document], trusted: Trusted | None = None

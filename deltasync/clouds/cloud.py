@@ -23,7 +23,7 @@ from obstore.store import AzureStore, GCSStore, S3Store
 
 from deltasync.clouds.environment import aws_profile, check_cloud, check_role, is_endpoint
 from deltasync.errors import ConfigError
-from deltasync.stores.base import REQUEST_S, check_key
+from deltasync.stores.base import check_key
 from deltasync.stores.object import LARGEST_BYTES, PROMPT_S, ObstoreStore, check_files, mark_process
 from deltasync.stores.replies import is_panic
 from deltasync.stores.retries import PATIENCE_S
@@ -45,7 +45,6 @@ _RETRIES: RetryConfig = {
     "max_retries": 2,
     "backoff": {"init_backoff": timedelta(seconds=0.1), "max_backoff": timedelta(seconds=1), "base": 2},
 }
-_NO_RETRIES: RetryConfig = {"max_retries": 0, "retry_timeout": timedelta(seconds=REQUEST_S)}
 
 
 class CloudStore(ObstoreStore):
@@ -70,23 +69,22 @@ class CloudStore(ObstoreStore):
             check_key(self._prefix)
         self._options = _options(parts.scheme, parts.query)
         self._is_anonymous = self._options.get("anonymous") == "1"
-        self._clients: dict[tuple[float, bool], ObjectStore] = {}
+        self._clients: dict[float, ObjectStore] = {}
 
-    def client(self, upload_bytes: int = 0, once: bool = False, is_long: bool = False) -> ObjectStore:
+    def client(self, upload_bytes: int = 0, is_long: bool = False) -> ObjectStore:
         mark_process(needs_threads=True)
         allowed_s: float = next(
             limit_s for most_bytes, limit_s in _REPLY_WITHIN if upload_bytes <= most_bytes
         )
         if self._is_prompt and not is_long and upload_bytes <= _PROMPT_BYTES:
             allowed_s = min(allowed_s, PROMPT_S)
-        key = (REQUEST_S if once else allowed_s, once)
-        if key not in self._clients:
+        if allowed_s not in self._clients:
             check_cloud(self._scheme)
             if self._scheme == "s3" and not (self._is_anonymous or self._profile()):
                 check_role()
             # Two threads may both do this; the second client stays.
-            self._clients[key] = self._connect(*key)
-        return self._clients[key]
+            self._clients[allowed_s] = self._connect(allowed_s)
+        return self._clients[allowed_s]
 
     def _watched(self, key: str) -> contextlib.AbstractContextManager[None]:
         message = "%s has had no answer for %g s; waiting on."
@@ -98,13 +96,13 @@ class CloudStore(ObstoreStore):
         """
         self._clients = {}
 
-    def _connect(self, within_s: float, once: bool) -> ObjectStore:
+    def _connect(self, within_s: float) -> ObjectStore:
         client_options: ClientConfig = {
             "connect_timeout": timedelta(seconds=10),
             # obstore applies this limit from sending until the reply begins, and then to each piece of the
             # reply.
             "read_timeout": timedelta(seconds=within_s),
-            "timeout": timedelta(seconds=within_s) if once else timedelta(hours=1),
+            "timeout": timedelta(hours=1),
             "pool_idle_timeout": timedelta(minutes=1),  # gateways forget idle connections after some minutes
             # Without endpoint=, the environment may name an http:// server.
             "allow_http": self._options.get("endpoint", "http://").startswith("http://"),
@@ -112,10 +110,8 @@ class CloudStore(ObstoreStore):
         common: dict[str, Any] = {
             "prefix": self._prefix or None,
             "client_options": client_options,
-            "retry_config": _NO_RETRIES
-            if once
             # less than the time limit: after that, `ObstoreStore` connects again
-            else {**_RETRIES, "retry_timeout": timedelta(seconds=min(within_s * 0.8, 25.0))},
+            "retry_config": {**_RETRIES, "retry_timeout": timedelta(seconds=min(within_s * 0.8, 25.0))},
         }
         try:
             if self._scheme == "s3":

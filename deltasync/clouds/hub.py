@@ -72,6 +72,7 @@ class HubStore:
         self.url = url.rstrip("/")
         self._start = f"{prefix}/" if prefix else ""
         self._api = BucketApi(self.url, bucket)
+        self._uploaded: tuple[bytes | memoryview, str] | None = None
         # One per process: a forked child cannot use its parent's. There is no lock, because a child could
         # inherit it held.
         self._xet_of: dict[int, Xet] = {}
@@ -91,29 +92,32 @@ class HubStore:
             "absent."
         )
 
-    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+    def upload(self, data: bytes | memoryview) -> None:
+        """Upload the bytes of the object that `put` stores next. It then only names them."""
+        if self._uploaded is None or self._uploaded[0] is not data:
+            self._uploaded = data, self._hash_of(data)
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Upload the bytes, then give them the object's path, which replaces the object. See `Store.put`."""
-        path = self._path(key)
+        path, uploaded = self._path(key), self._uploaded
+        xet_hash = uploaded[1] if uploaded is not None and uploaded[0] is data else self._hash_of(data)
         try:
-            xet_hash = self._xet.upload(data)
-        except ObjectMissingError:
-            self._api.create()
-            try:
-                xet_hash = self._xet.upload(data)
-            except ObjectMissingError:
-                raise StoreError(
-                    f"{self.url}: the bucket exists, but this token has no access to it."
-                ) from None
-        if guard is not None:
-            guard()
-        try:
-            if guard is None:
-                _retried(lambda: self._api.name(path, xet_hash))
-            else:
-                self._api.name(path, xet_hash, once=True)
+            _retried(lambda: self._api.name(path, xet_hash))
         except ObjectMissingError:
             self._xet.forget_token("write")
+            self._uploaded = None
             raise TransientStoreError(f"{self.url}: the bucket was deleted during the upload.") from None
+
+    def _hash_of(self, data: bytes | memoryview) -> str:
+        """Upload bytes and return their hash. A bucket that does not exist is created."""
+        try:
+            return self._xet.upload(data)
+        except ObjectMissingError:
+            self._api.create()
+        try:
+            return self._xet.upload(data)
+        except ObjectMissingError:
+            raise StoreError(f"{self.url}: the bucket exists, but this token has no access to it.") from None
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         path = self._path(key)

@@ -44,7 +44,6 @@ logger = logging.getLogger(__name__)
 # The base error of httpx or httpx2, whichever this huggingface_hub uses.
 _TRANSPORT_ERROR: type[Exception] = HfHubHTTPError.__bases__[0]
 _TIMEOUT_S = (10.0, 60.0, 60.0, 10.0)  # connect, read, write, wait for a connection
-_ONCE_TIMEOUT_S = (3.0, 9.0, 2.0, 1.0)  # TLS connects twice, and a body writes twice: together REQUEST_S
 _LIMITED_S = 10.0  # the wait after a 429 that does not say how long
 _MOST_REDIRECTS = 5
 _LASTING = r"permission|forbidden|denied|not allowed|invalid|quota|storage limit|too large"
@@ -127,11 +126,10 @@ class BucketApi:
         next_url = response.links.get("next", {}).get("url", "")
         return self._decoded(response, list[Entry]), urlsplit(next_url).query
 
-    def name(self, path: str, xet_hash: str, once: bool = False) -> None:
-        """Give uploaded bytes a path. With `once`, the request ends within `REQUEST_S`."""
+    def name(self, path: str, xet_hash: str) -> None:
+        """Give uploaded bytes a path."""
         operation = {"type": "addFile", "path": path, "xetHash": xet_hash, "mtime": int(time.time() * 1000)}
-        options = {"timeout": _ONCE_TIMEOUT_S, "follow_redirects": False} if once else {}
-        for failure in self._batch([operation], **options):
+        for failure in self._batch([operation]):
             raise self._failure("store", failure.path, failure.error)
 
     def delete(self, paths: Sequence[str]) -> None:
@@ -173,11 +171,13 @@ class BucketApi:
         kind = StoreError if re.search(_LASTING, reason, re.IGNORECASE) else TransientStoreError
         return kind(f"{self._url}: the Hub did not {verb} {path}: {reason.rstrip('.')}.")
 
-    def _batch(self, operations: Sequence[dict[str, object]], **options: Any) -> Sequence[_Failure]:
+    def _batch(self, operations: Sequence[dict[str, object]]) -> Sequence[_Failure]:
         """Apply independent operations and return the failures."""
         lines = b"".join(msgspec.json.encode(operation) + b"\n" for operation in operations)
-        options |= {"headers": {"Content-Type": "application/x-ndjson"}, "content": lines}
-        response = self._send("POST", f"{self.address}/batch", accepted=422, **options)
+        headers, url = {"Content-Type": "application/x-ndjson"}, f"{self.address}/batch"
+        response = self._send(
+            "POST", url, accepted=422, headers=headers, content=lines, follow_redirects=False
+        )
         if response.is_redirect:
             raise StoreError(f"{self._url}: the bucket was moved; use its new name.")
         failed = self._decoded(response, _BatchReply).failed

@@ -144,7 +144,11 @@ def open_first(
                 )
                 chain = []
         except (CorruptDataError, ChainError) as error:
-            logger.warning("Version %s cannot be read: %s The next version has full weights.", tip, error)
+            logger.warning(
+                "Version %s cannot be read: %s The next version has full weights. See `deltasync check`, then "
+                "`deltasync repair`.",
+                *(tip, error),
+            )
     number = 0 if tip is None else tip.version
     options = {
         name: str(value) if isinstance(value, Path) else value for name, value in vars(settings).items()
@@ -380,7 +384,7 @@ def _inside(delta: Delta, ranges: Mapping[str, Range]) -> Delta:
 
 
 def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:
-    """Return a channel for this model. `Log.create_channel` fills in the rest."""
+    """Return a channel for this model. `Log.describe` fills in the rest."""
     table = {name: (spec.dtype, spec.shape) for name, spec in specs.items()}
     return Channel(
         run_id="-",

@@ -79,9 +79,9 @@ class JoinWatch:
     def is_due(self, version: int) -> bool:
         """Whether to `look` now that a version is visible. If so, the next look is due later."""
         waited_s = time.monotonic() - self._looked_s
-        if version < self._looked + _LOOK_VERSIONS and waited_s < _LOOK_S and not self._log.doubted:
+        if version < self._looked + _LOOK_VERSIONS and waited_s < _LOOK_S and not self._log.head.doubted:
             return False
-        self._looked, self._looked_s, self._log.doubted = version, time.monotonic(), False
+        self._looked, self._looked_s, self._log.head.doubted = version, time.monotonic(), False
         return True
 
     def look(self, point: JoinPoint | None) -> JoinPoint | None:

@@ -37,7 +37,7 @@ from deltasync.errors import (
     TransientStoreError,
     get_logger,
 )
-from deltasync.stores.base import REQUEST_S, Store
+from deltasync.stores.base import Store
 from deltasync.stores.retries import RetryStore, holds
 from deltasync.threads import Workers
 
@@ -63,63 +63,27 @@ def put_file(store: Store, key: str, data: bytes | memoryview) -> File:
     return File(key=key, bytes=len(data), sha256=digest.result())
 
 
-def boot_s() -> float:
-    """Return seconds by a clock that counts suspension too; by the wall clock where there is none."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.time()
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Lease:
-    """How one writer takes over from another on a store that cannot decide which of them may write.
-
-    A request is assumed to take effect within `settle_s - recheck_s` after it was sent, or never.
-
-    Attributes:
-        settle_s: How long a new writer waits for requests of the one before; `ConfigError` if that is too
-            short.
-        recheck_s: How long a writer may rely on its last look at the epochs.
-        request_s: After how long the store gives up the request that follows a look.
-    """
-
-    settle_s: float = 30.0
-    recheck_s: float = 5.0
-    request_s: float = REQUEST_S
-
-    def __post_init__(self) -> None:
-        if self.settle_s <= self.recheck_s + self.request_s:
-            raise ConfigError(
-                f"settle_s must be more than {self.recheck_s + self.request_s:g} s, and is {self.settle_s:g} "
-                "s."
-            )
-
-    def wait(self, claimed_s: float) -> None:
-        """Wait until a claim made at `claimed_s`, by `boot_s`, has settled."""
-        left_s = min(claimed_s + self.settle_s - boot_s(), self.settle_s)
-        if left_s > 0:
-            logger.info("waiting %.1f s for requests of other publishers", left_s)
-            time.sleep(left_s)
-
-
 class Log:
     """Puts records, files, compactions and head as `docs/format.md` says. One thread appends; other methods
     may run in several.
 
     Args:
-        lease: How this writer takes over, and notices that another one does; None where the store decides.
-        claimed_s: When the epoch was claimed, by `boot_s`.
+        epoch: This writer's epoch, which is part of all keys.
+        run_id: The run.
+        channel: The channel's description, None for a new one.
+        tip: The newest version that is stored.
+        fencing: What a new channel says of its store.
         owner: The owner that a new channel names, None for none.
 
     Attributes:
         store: The channel's store.
         stored_s: When it last took a file or a record, by `time.monotonic`.
         epoch: This writer's epoch, which is part of all keys.
-        fencing: As in channel.json.
         channel: The channel's description; None until it is stored.
         tip: The newest version that is stored, None before the first.
         pending: A record that was put and not answered yet; its number is taken.
         published: Digests of the records that this log stored, by number; the newest 65,536.
-        stop: Set it to end every wait between two attempts; what is under way fails then.
-        doubted: Whether head went, so that other objects may have gone too.
+        head: Follows behind `tip`.
     """
 
     def __init__(
@@ -131,33 +95,26 @@ class Log:
         run_id: str,
         channel: Channel | None,
         tip: VersionId | None = None,
-        lease: Lease | None = None,
-        claimed_s: float = 0.0,
+        fencing: str = "seal",
         owner: str | None = None,
     ) -> None:
-        self.channel = channel
-        self.epoch = epoch
-        self.fencing = "seal" if lease is None else "lease"
-        self.run_id = run_id
-        self.tip = tip
+        assert isinstance(reader.store, RetryStore)
+        self.channel, self.epoch, self.run_id, self.tip = channel, epoch, run_id, tip
         self.pending: StoredRecord | None = None
         self.published: dict[int, str] = {}
-        self.doubted = False
-        assert isinstance(reader.store, RetryStore)
-        self._reader, self.store = reader, reader.store
-        self.stop = self.store.stop
-        self.stored_s = time.monotonic()
-        self._signer = signer
-        self._lease, self._owner = lease, owner
-        self._claimed_s = claimed_s
-        self._new_channel: tuple[Channel, bytes] | None = None
-        self._channel_data = None if channel is None else reader.channel_data
+        self.store, self.stored_s = reader.store, time.monotonic()
+        self.head = HeadWriter(self)
+        self.reader, self._signer = reader, signer
+        self._new: dict[str, Any] = {
+            "run_id": run_id,
+            "epoch": epoch,
+            "fencing": fencing,
+            "owner": owner or msgspec.UNSET,
+        }
+        # channel.json as it is, or will be
+        self._described = None if channel is None else (channel, reader.channel_data)
         self._fenced: FencedError | None = None
-        self._foreign = set[str]()  # epochs that nobody opened
         self._attempts: dict[int, int] = {}
-        self._lock = threading.Lock()
-        self._head_waits = self._had_head = False
-        self._head = Workers(1, "upload", idle_s=1.0)
 
     @property
     def next_version(self) -> int:
@@ -189,36 +146,25 @@ class Log:
         self.stored_s = time.monotonic()
         return file
 
-    def create_channel(self, channel: Channel) -> Channel:
-        """Create the channel; with a lease, the first `append` does it. If that gets no answer, the next call
-        repeats it.
+    def describe(self, channel: Channel) -> Channel:
+        """Say what a new channel is. The first `append` creates it.
 
         Returns:
-            The stored document, always that of the first call, with `run_id`, `epoch`, `fencing` and `owner`
-            filled in.
+            The document, always that of the first call, with `run_id`, `epoch`, `fencing` and `owner` filled in.
 
         Raises:
-            FencedError: another publisher created it.
-            PublishPendingError: no answer.
-            ConfigError, StoreError: it was refused.
+            ConfigError: its table is too large.
         """
-        self._check()
-        if self._new_channel is None:
-            owner = msgspec.UNSET if self._owner is None else self._owner
-            filled = dataclasses.replace(
-                channel, run_id=self.run_id, epoch=self.epoch, fencing=self.fencing, owner=owner
-            )
-            data = documents.encode(filled)
+        if self._described is None:
+            data = documents.encode(dataclasses.replace(channel, **self._new))
             if self._signer is not None:
                 data = self._signer.seal(keys.CHANNEL, data)
             if len(data) > limits.CHANNEL_BYTES:
                 raise ConfigError(
                     f"The table of {len(channel.tensors)} tensors has more bytes than channel.json may have."
                 )
-            self._new_channel = documents.decode(data, Channel, keys.CHANNEL), data
-        if self._lease is None:
-            self._store_channel()
-        return self._new_channel[0]
+            self._described = documents.decode(data, Channel, keys.CHANNEL), data
+        return self._described[0]
 
     def append(self, document: Record, payload: Encoded | None) -> StoredRecord:
         """Make a version visible, after the pending one if there is one. After return: visible as a whole,
@@ -257,12 +203,12 @@ class Log:
         if (stored := self.pending) is None:
             return
         assert stored.data is not None
-        self._put(stored.key, stored.data, f"version {stored.record.version}")
+        self._create(stored.key, stored.data, f"version {stored.record.version}")
         self.stored_s = time.monotonic()
         self.tip, self.pending = stored.version, None
         self.published[self.tip.version] = self.tip.sha256
         self.published.pop(self.tip.version - _MOST_PUBLISHED, None)
-        self._follow_with_head()
+        self.head.follow()
 
     def shortcut(
         self, version: VersionId, fingerprint: str, payload: Encoded | None, **fields: Any
@@ -283,152 +229,52 @@ class Log:
     @property
     def busy(self) -> bool:
         """Whether head is being moved."""
-        return self._head.busy
+        return self.head.workers.busy
 
     def close(self) -> None:
         """Bring head up to date. A pending record stays pending: see `settle`."""
         if self._fenced is None:
-            self._follow_with_head()
-        self._head.close()
+            self.head.follow()
+        self.head.workers.close()
 
     def _check(self) -> None:
         if self._fenced is not None:
             raise FencedError(str(self._fenced))
 
-    def _fence(self, what: str) -> FencedError:
+    def fence(self, what: str) -> FencedError:
+        """Stop this writer. Return the error that each later call raises."""
         self._fenced = FencedError(
             f"{what} ({self.store.url}). This publisher must stop; only one may write to a channel."
         )
         return self._fenced
 
     def _encoded(self, document: Record, key: str, payload: Encoded | None) -> StoredRecord:
-        channel = self.channel
-        if channel is None:
-            assert self._new_channel is not None
-            channel, _ = self._new_channel
-        return record.encode_checked(document, key, payload, self._signer, channel, self._reader.trusted)
+        assert self._described is not None
+        return record.encode_checked(
+            document, key, payload, self._signer, self._described[0], self.reader.trusted
+        )
 
     def _store_channel(self) -> None:
-        if self.channel is not None:
-            return
-        assert self._new_channel is not None
-        channel, data = self._new_channel
-        self._put(keys.CHANNEL, data, keys.CHANNEL)
-        self.channel, self._channel_data = channel, data
+        if self.channel is None:
+            assert self._described is not None
+            channel, data = self._described
+            self._create(keys.CHANNEL, data, keys.CHANNEL)
+            self.channel = channel
 
-    def _put(self, key: str, data: bytes, what: str) -> None:
-        """Put an object that only one writer may put, until the store answers."""
+    def _create(self, key: str, data: bytes, what: str) -> None:
+        """Create an object that only one writer may, until the store answers."""
         try:
-            if self._lease is None:
-                self.store.create(key, data)
-            else:
-                self._lease.wait(self._claimed_s)
-                self._put_guarded(key, data)
+            self.store.create(key, data)
+        except FencedError as error:
+            self._fenced = error
+            raise
         except ObjectExistsError:
-            raise self._fence(f"Another publisher opened the channel in the place of {what}") from None
+            raise self.fence(f"Another publisher opened the channel in the place of {what}") from None
         except TransientStoreError as error:
             raise PublishPendingError(
                 f"The store has not said whether it has {what}; the next publish puts the same bytes again. "
                 f"{error}"
             ) from error
-
-    def _put_guarded(self, key: str, data: bytes) -> None:
-        """Put an object after a look at the epochs, which is made while its bytes are uploaded."""
-        looks, looked_s = [Workers(1, "fetch").submit(self._read_epochs)], 0.0
-
-        def guard() -> None:
-            nonlocal looked_s
-            if key == keys.CHANNEL:
-                self._check_channel()
-            # a repetition looks again
-            looked_s = self._check_lease(looks.pop().result() if looks else self._read_epochs())
-
-        self.store.put(key, data, guard=guard)
-        self._check_in_time(key, looked_s)
-
-    def _check_in_time(self, key: str, looked_s: float) -> None:
-        """Look again after a put that took longer than a look is good for, as where this process or its host
-        stood still.
-
-        Another publisher may have opened the channel before the request took effect. Then nothing builds on
-        the object.
-        """
-        assert self._lease is not None
-        if 0 <= boot_s() - looked_s <= self._lease.recheck_s:
-            return
-        try:
-            self._read_epochs()
-        except FencedError as error:
-            logger.error("%s was stored too late and is not part of the channel: %s", key, error)
-            raise
-
-    def _read_epochs(self) -> float:
-        """Raise if this epoch is not the newest; return when this look began, by `boot_s`."""
-        began_s = boot_s()
-        for newest in self._reader.epochs():
-            if newest > self.epoch and self._is_opening(newest):
-                raise self._fence(
-                    f"Another publisher opened the channel as epoch {newest}, after {self.epoch}"
-                )
-        return began_s
-
-    def _is_opening(self, epoch: str) -> bool:
-        """Whether a publisher has opened an epoch: anybody who may write could have stored its document."""
-        if self._reader.is_opening(epoch, keys.epoch_number(self.epoch)):
-            return True
-        if epoch not in self._foreign:
-            self._foreign.add(epoch)
-            logger.warning(
-                "%s in %s is no opening of this run and does not count; delete it.", epoch, self.store.url
-            )
-        return False
-
-    def _check_lease(self, began_s: float) -> float:
-        """Raise if another epoch may have begun since a look; if that is too old, look again first. Return
-        when it began.
-        """
-        assert self._lease is not None
-        if not 0 <= boot_s() - began_s <= self._lease.recheck_s:
-            began_s = self._read_epochs()
-        age_s = boot_s() - began_s
-        if not 0 <= age_s <= self._lease.recheck_s:
-            raise TransientStoreError(
-                f"The lease check took {age_s:.1f} s (limit {self._lease.recheck_s:g} s); nothing was sent."
-            )
-        return began_s
-
-    def _is_after(self, epoch: str) -> bool:
-        """Whether an epoch that head names was opened after this one.
-
-        Two epochs have one number where the store was restored from a backup: the one whose opening is there
-        came later. Where claims decide, the greater name does.
-        """
-        number, own = keys.epoch_number(epoch), keys.epoch_number(self.epoch)
-        if (
-            number != own
-            or epoch == self.epoch
-            or (self.channel is not None and self.channel.epoch == self.epoch)
-        ):
-            return number > own
-        if self._lease is not None and epoch > self.epoch:
-            return True
-        return keys.epoch_document(self.epoch) not in [
-            info.key for info in self.store.list(keys.epoch_document(self.epoch))
-        ]
-
-    def _is_there(self, version: VersionId) -> bool:
-        """Whether a version that head names exists: a damaged byte of head must stop nobody."""
-        try:
-            self._reader.record(version)
-        except (MissingVersionError, FormatError):
-            return False
-        return True
-
-    def _check_channel(self) -> None:
-        """Raise if another publisher has created the channel."""
-        assert self._new_channel is not None
-        if holds(self.store, keys.CHANNEL, self._new_channel[1]) is False:
-            raise self._fence("Another publisher created the channel")
 
     def check_channel(self) -> str | None:
         """Put channel.json back if it is gone or was overwritten: without it nobody can join. Return what had
@@ -437,15 +283,15 @@ class Log:
         Raises:
             FencedError: another publisher has begun a run here.
         """
-        data = self._channel_data
-        if data is None or self._begins_with(data[: limits.SMALL_BYTES]):
+        data = b"" if self._described is None else self._described[1]
+        if self.channel is None or self._begins_with(data[: limits.SMALL_BYTES]):
             return None
         there = holds(self.store, keys.CHANNEL, data)
         if there:
             return None
         if there is False and self._is_other_run():
-            raise self._fence("Another publisher has begun a run in this place")
-        if there is None and self._lease is None:
+            raise self.fence("Another publisher has begun a run in this place")
+        if there is None:
             with contextlib.suppress(ObjectExistsError):
                 self.store.create(keys.CHANNEL, data)
         else:
@@ -463,43 +309,83 @@ class Log:
     def _is_other_run(self) -> bool:
         """Whether channel.json is of a run that was begun after this publisher opened the channel."""
         try:
-            found = ChannelReader(self._reader.store, self._reader.trusted).channel()
+            found = ChannelReader(self.reader.store, self.reader.trusted).channel()
         except (FormatError, NotPublishedError):
             return False
-        return found.run_id != self.run_id and (self._lease is None or found.epoch > self.epoch)
+        return found.run_id != self.run_id
 
-    def _follow_with_head(self) -> None:
+
+class HeadWriter:
+    """Keeps head.json behind a log: nobody waits for it, and nothing needs it.
+
+    Attributes:
+        doubted: Whether head went, so that other objects may have gone too.
+        workers: The thread that writes it.
+    """
+
+    def __init__(self, log: Log) -> None:
+        self._log, self._lock = log, threading.Lock()
+        self._waits = self._was_there = self.doubted = False
+        self.workers = Workers(1, "upload", idle_s=1.0)
+
+    def follow(self) -> None:
+        """Let head name the newest version that the log stored, soon."""
         with self._lock:
-            if self._head_waits or not self.published:
+            if self._waits or not self._log.published:
                 return
-            self._head_waits = True
-        self._head.submit(self._move_head)
+            self._waits = True
+        self.workers.submit(self._move)
 
-    def _move_head(self) -> None:
+    def _move(self) -> None:
         """Let head name the newest version. A failure is logged; the next version moves head again."""
+        log = self._log
         with self._lock:
-            self._head_waits = False
-            tip = self.tip
+            self._waits = False
+            tip = log.tip
         assert tip is not None
         try:
             before = None
             try:
-                before = self._reader.head()
-                self.doubted |= before is None and self._had_head
+                before = log.reader.head()
+                self.doubted |= before is None and self._was_there
             except NotPublishedError:  # channel.json is gone
                 self.doubted = True
             if before is not None and self._is_after(before.epoch) and self._is_there(before.newest):
-                raise self._fence(
-                    f"head names epoch {before.epoch}, after {self.epoch}: another publisher opened the "
-                    "channel"
+                raise log.fence(
+                    f"head names epoch {before.epoch}, after {log.epoch}: another publisher opened the channel"
                 )
-            head = Head(run_id=self.run_id, version=tip.version, epoch=tip.epoch, sha256=tip.sha256)
+            head = Head(run_id=log.run_id, version=tip.version, epoch=tip.epoch, sha256=tip.sha256)
             if head != before:
-                self.store.put(keys.HEAD, documents.encode(head))
-            self._had_head = True
+                log.store.put(keys.HEAD, documents.encode(head))
+            self._was_there = True
         except FencedError as error:
             logger.error("%s", error)
         except DeltaSyncError as error:
             logger.warning("head is behind version %d: %s", tip.version, error)
         except Exception:  # the thread goes on; nothing needs head
             logger.exception("head is behind version %d", tip.version)
+
+    def _is_after(self, epoch: str) -> bool:
+        """Whether an epoch that head names was opened after the log's.
+
+        Two epochs have one number where the store was restored from a backup: the one whose opening is there
+        came later.
+        """
+        log = self._log
+        number, own = keys.epoch_number(epoch), keys.epoch_number(log.epoch)
+        if (
+            number != own
+            or epoch == log.epoch
+            or (log.channel is not None and log.channel.epoch == log.epoch)
+        ):
+            return number > own
+        opening = keys.epoch_document(log.epoch)
+        return opening not in [info.key for info in log.store.list(opening)]
+
+    def _is_there(self, version: VersionId) -> bool:
+        """Whether a version that head names exists: a damaged byte of head must stop nobody."""
+        try:
+            self._log.reader.record(version)
+        except (MissingVersionError, FormatError):
+            return False
+        return True

@@ -173,7 +173,7 @@ class UploadQueue:
             for part in (self._worker, self._puts, self.maintenance, self._log):
                 part.close()
         except BaseException:
-            self._log.stop.set()
+            self._log.store.stop.set()
             raise
 
     def leave(self) -> None:
@@ -183,7 +183,7 @@ class UploadQueue:
 
     def finish(self) -> None:
         """Finish what was submitted as long as the store takes something; the process ends."""
-        if self._log.stop.is_set():
+        if self._log.store.stop.is_set():
             return
         self.let_go()
         began_s, here = time.monotonic(), threading.current_thread()
@@ -199,7 +199,7 @@ class UploadQueue:
             lost = self._running or (self._waiting[0] if self._waiting else None)
         self.maintenance.look_at_end()
         if any(part.busy for part in parts):
-            self._log.stop.set()
+            self._log.store.stop.set()
             if self._ranks is not None:
                 self._ranks.stop()
             ended_s = time.monotonic()
@@ -389,7 +389,7 @@ class UploadQueue:
             job.weights = job.weights or Weights.of(job.shadow)
         job.released.set()
         if log.channel is None:
-            log.create_channel(job.channel)
+            log.describe(job.channel)
         anchor = (
             Anchor(reference=job.reference)
             if job.weights is None

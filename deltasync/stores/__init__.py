@@ -13,7 +13,18 @@ from urllib.request import url2pathname
 from deltasync.errors import ConfigError
 from deltasync.stores.base import ObjectInfo, Store
 
-__all__ = ["ObjectInfo", "Store", "base", "cache", "local", "object", "open_store", "replies", "retries"]
+__all__ = [
+    "ObjectInfo",
+    "Store",
+    "base",
+    "cache",
+    "leased",
+    "local",
+    "object",
+    "open_store",
+    "replies",
+    "retries",
+]
 
 _FORMS = "a path, file:///path, s3://bucket/prefix, hf://buckets/namespace/name/prefix, gs://, az:// or memory://name"
 _SERVICES = "deltasync.clouds:OPEN"  # a wing: what opens a URL by scheme, as `module:name`

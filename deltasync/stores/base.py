@@ -13,8 +13,6 @@ from typing import Protocol, TypeVar
 
 from deltasync.errors import ConfigError, CorruptDataError
 
-REQUEST_S = 20.0  # time limit for the final request of a guarded `Store.put`
-
 # The rules of the strictest store (the Hub's S3 gateway) hold for all stores. No part may start with a dot:
 # this excludes `.` and `..`, and LocalStore gives such names to unfinished files.
 _PART = r"[A-Za-z0-9_=+@-][A-Za-z0-9._=+@-]*"
@@ -72,24 +70,21 @@ class Store(Protocol):
         ...
 
     def create(self, key: str, data: bytes) -> None:
-        """Store a new object atomically. Requires `can_create`.
+        """Store a new object atomically. Requires `can_create`; `leased.LeasedStore` adds it to a store without.
 
         After return, the whole object is durable and visible. If this raises a lasting error, it is not
         visible.
 
         Raises:
             ObjectExistsError: the key exists; its object is unchanged.
+            FencedError: another writer has claimed a `LeasedStore`.
             StoreError: anything else. After a transient error the object may exist: read it back to find out.
         """
         ...
 
-    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Store an object and replace any object with this key. Readers see the old or the new one, never a
         mixture.
-
-        `guard` is called once, after all slow steps. The request that makes the object visible follows
-        immediately. No layer below retries that request, and it ends within `REQUEST_S`. If `guard` raises,
-        its exception passes through and nothing becomes visible.
 
         Raises:
             TransientStoreError: the old or the new object is visible, or the new one will become visible.
@@ -171,8 +166,8 @@ class WrappedStore:
     def create(self, key: str, data: bytes) -> None:
         self.ask("create", key, lambda: self.inner.create(key, data))
 
-    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
-        self.ask("put", key, lambda: self.inner.put(key, data, guard=guard))
+    def put(self, key: str, data: bytes | memoryview) -> None:
+        self.ask("put", key, lambda: self.inner.put(key, data))
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         return self.ask("read", key, lambda: self.inner.read(key, most_bytes, known))

@@ -71,25 +71,22 @@ class LocalStore:
                 ) from None
             _sync(folder)
 
-    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         """Sync a temporary file, then rename it. The rename has no time limit. See `Store.put`."""
-        with self._temporary(key, data) as (folder, temporary, name):
-            if guard is not None:
-                guard()
-            with self._writing(key):
-                try:
-                    os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
-                except OSError as error:
-                    if error.errno in _UNSUPPORTED:
-                        raise StoreError(
-                            f"{self.url}/{key} cannot be replaced: {_NO_RENAME} ({error.strerror})."
-                        ) from None
-                    if error.errno in _IN_USE:  # this user may write here: the temporary file is there
-                        raise TransientStoreError(
-                            f"{self.url}/{key} cannot be replaced: {_OPEN} ({error.strerror})."
-                        ) from None
-                    raise
-                _sync(folder)
+        with self._temporary(key, data) as (folder, temporary, name), self._writing(key):
+            try:
+                os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError as error:
+                if error.errno in _UNSUPPORTED:
+                    raise StoreError(
+                        f"{self.url}/{key} cannot be replaced: {_NO_RENAME} ({error.strerror})."
+                    ) from None
+                if error.errno in _IN_USE:  # this user may write here: the temporary file is there
+                    raise TransientStoreError(
+                        f"{self.url}/{key} cannot be replaced: {_OPEN} ({error.strerror})."
+                    ) from None
+                raise
+            _sync(folder)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         with self._opened(key) as file:

@@ -79,10 +79,8 @@ class ObstoreStore:
     def _warned(self) -> set[str]:
         return set()
 
-    def client(self, upload_bytes: int = 0, once: bool = False, is_long: bool = False) -> ObjectStore:
-        """Return the client for a body of this size. With `once`, the client never retries and fails after
-        `REQUEST_S`. `is_long`: the answer may take the store some time.
-        """
+    def client(self, upload_bytes: int = 0, is_long: bool = False) -> ObjectStore:
+        """Return the client for a body of this size. `is_long`: the answer may take the store some time."""
         mark_process()
         return self._opened
 
@@ -92,23 +90,13 @@ class ObstoreStore:
         with self._mapped(key, "create"):
             obstore.put(self.client(len(data)), key, data, mode="create")
 
-    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes | memoryview) -> None:
         self._check_size(key, len(data))
-        once = guard is not None
-        if guard is not None:
-            with contextlib.suppress(StoreError), self._mapped("probe", "list"):
-                # connects, and fetches credentials
-                obstore.list(self.client(len(data), once), prefix="probe").collect()
-            guard()
 
         def send() -> None:
-            obstore.put(self.client(len(data), once), key, data, mode="overwrite", use_multipart=False)
+            obstore.put(self.client(len(data)), key, data, mode="overwrite", use_multipart=False)
 
-        if not once:
-            self._repeated(key, "put", send)
-            return
-        with self._mapped(key, "put"):
-            send()
+        self._repeated(key, "put", send)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         """Read the object, and check its announced size and the bytes that arrive. See `Store.read`."""
@@ -259,7 +247,7 @@ class PortableStore(ObstoreStore):
         self._root = root
         self._local: ObjectStore | None = None
 
-    def client(self, upload_bytes: int = 0, once: bool = False, is_long: bool = False) -> ObjectStore:
+    def client(self, upload_bytes: int = 0, is_long: bool = False) -> ObjectStore:
         """Return the client for the directory."""
         if self._local is None:
             self._local = LocalStore(self._root, mkdir=True, automatic_cleanup=True)

@@ -79,7 +79,7 @@ def retried(
 class RetryStore(WrappedStore):
     """A store whose requests are repeated after errors that may pass, as `retried` does.
 
-    A guarded put is repeated with its guard. An object that exists with the same bytes counts as created: an
+    An object that exists with the same bytes counts as created: an
     earlier request may have stored it, whose reply got lost.
 
     Attributes:

@@ -7,7 +7,6 @@ What only some stores can do is in the classes below it.
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -24,7 +23,6 @@ from deltasync.errors import (
     ObjectExistsError,
     ObjectMissingError,
     StoreError,
-    TransientStoreError,
 )
 from deltasync.stores import ObjectInfo, Store
 from deltasync.stores.retries import decides
@@ -67,25 +65,6 @@ for number in range(int(count)):
 """
 
 
-_GUARDED = """
-import os, signal, sys, time
-from deltasync import open_store
-store = open_store(sys.argv[1])
-
-def guard():
-    before = time.clock_gettime(time.CLOCK_BOOTTIME)
-    print("looked", flush=True)
-    os.kill(os.getpid(), signal.SIGSTOP)
-    if time.clock_gettime(time.CLOCK_BOOTTIME) - before > 0.2:
-        raise TimeoutError("that look is too old")
-
-try:
-    store.put("a", b"late", guard=guard)
-except TimeoutError as error:
-    print(error, flush=True)
-"""
-
-
 class StoreContract:
     def fill(self, store: Store, keys: Sequence[str]) -> None:
         """Put one byte under each key; a backend may know a quicker way."""
@@ -116,40 +95,6 @@ class StoreContract:
     def test_a_store_decides_if_it_says_so(self, store: Store) -> None:
         assert decides(store, "probe/000001-00000000") == store.can_create
         assert list(store.list("")) == []
-
-    def test_a_guard_is_called_once_before_anything_is_visible(self, store: Store) -> None:
-        for number, before in enumerate([None, b"0"]):
-            seen: list[bytes | None] = []
-
-            def guard(seen: list[bytes | None] = seen) -> None:
-                found = [info.key for info in store.list("a/")]
-                seen.append(store.read("a/b", 1 << 30) if found else None)
-
-            store.put("a/b", str(number).encode(), guard=guard)
-            assert seen == [before]
-            assert store.read("a/b", 1 << 30) == str(number).encode()
-
-    @pytest.mark.parametrize(
-        "error", [KeyError("x"), OSError(5, "x"), ObjectMissingError("x"), TransientStoreError("x")]
-    )
-    def test_what_a_guard_raises_passes_through_and_nothing_is_visible(
-        self, store: Store, error: Exception
-    ) -> None:
-        def guard() -> None:
-            raise error
-
-        store.put("old", b"old")
-        for key in ("new", "old"):
-            with pytest.raises(type(error)) as raised:
-                store.put(key, b"new", guard=guard)
-            assert raised.value is error
-        assert [info.key for info in store.list("")] == ["old"]
-        assert store.read("old", 1 << 30) == b"old"
-
-    def test_a_guarded_put_takes_what_a_record_may_have(self, store: Store) -> None:
-        data = os.urandom(6 << 20)
-        store.put("a", data, guard=lambda: None)
-        assert store.read("a", 1 << 30) == data
 
     def test_put_creates_and_overwrites(self, store: Store) -> None:
         store.put("head.json", b"one")
@@ -285,7 +230,7 @@ class StoreContract:
         def write() -> None:
             for version in range(1, versions + 1):
                 store.put(f"parts/{version:010d}/part", bytes(100_000))
-                store.put(f"versions/{version:010d}.json", b"{}", guard=lambda: None)
+                store.put(f"versions/{version:010d}.json", b"{}")
                 store.put("head.json", str(version).encode())
 
         writer = threading.Thread(target=write)
@@ -375,27 +320,6 @@ class SharedContract:
     they need.
     """
 
-    def test_a_writer_that_is_suspended_in_its_guard_stores_nothing(
-        self, store: Store, elsewhere: tuple[str, Mapping[str, str]]
-    ) -> None:
-        store.put("a", b"before")
-        url, env = elsewhere
-        process = subprocess.Popen(
-            [sys.executable, "-c", _GUARDED, url],
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, **env},
-        )
-        assert process.stdout is not None
-        assert process.stdout.readline() == "looked\n"
-        assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
-        store.put("a", b"after")
-        time.sleep(0.3)
-        os.kill(process.pid, signal.SIGCONT)
-        assert process.communicate(timeout=60)[0] == "that look is too old\n"
-        assert process.returncode == 0
-        assert store.read("a", 5) == b"after"
-
 
 class RefusingContract:
     """What a store must do that has credentials, too: a fixture `refused` is `store`, opened with some that
@@ -405,7 +329,6 @@ class RefusingContract:
     def test_refused_credentials_are_told_and_not_taken_for_something_else(self, refused: Store) -> None:
         calls = (
             lambda: refused.put("a", b""),
-            lambda: refused.put("a", b"", guard=lambda: None),
             lambda: refused.read("a", 1 << 30),
             lambda: refused.read_range("a", 0, 1),
             lambda: list(refused.list("")),

@@ -24,7 +24,6 @@ from deltasync.clouds.xet import CONFIG
 from deltasync.errors import ConfigError, ObjectMissingError, StoreError, TransientStoreError
 from deltasync.opening import checkpoint
 from deltasync.stores import ObjectInfo, Store
-from deltasync.stores.base import REQUEST_S
 from deltasync.stores.retries import retried
 from tests.contract.store_contract import RefusingContract, SharedContract, StoreContract
 from tests.http_faults import FaultProxy
@@ -165,7 +164,6 @@ class TestRequests:
         download = {"reconstruction": 1, "data": 1}
         for data in (b"new", b"newer"):
             assert hub.counted(lambda data=data: store.put("a", data)) == {**upload, "batch": 1}  # type: ignore[misc]
-            assert hub.counted(lambda: store.put("a", b"x", guard=lambda: None)) == {**upload, "batch": 1}
         (info,) = store.list("a")
         assert hub.counted(lambda: store.read("a", 1, info)) == download
         for _ in range(2):
@@ -249,7 +247,6 @@ class TestToken:
         for action in (
             lambda: fresh.read("small", 1 << 30),
             lambda: fresh.put("small", b"1"),
-            lambda: fresh.put("new", b"1", guard=lambda: None),
             lambda: fresh.delete("small"),
             lambda: list(fresh.list("")),
         ):
@@ -549,47 +546,14 @@ class TestFaults:
 class TestGuard:
     """Of a guarded put one request makes the object visible, and nobody repeats it."""
 
-    @pytest.mark.parametrize("fault", [*HUB_FAULTS, {"failed": "Internal error"}, {"status": 429}], ids=_name)
-    def test_a_name_that_is_not_given_is_not_tried_again(
-        self, store: HubStore, hub: HubServer, fault: dict[str, object]
-    ) -> None:
-        hub.arm("batch", **fault)
-        with pytest.raises(TransientStoreError):
-            store.put("new", b"1", guard=lambda: None)
-        assert hub.requests()["batch"] == 1
-        done = "after" in fault or "empty" in fault
-        assert [info.key for info in HubStore(store.url).list("")] == ["large", "new", "small"][
-            :: 1 if done else 2
-        ]
-
-    def test_the_bytes_are_there_when_the_guard_is_asked(self, store: HubStore, hub: HubServer) -> None:
-        seen: list[dict[str, int]] = []
+    def test_bytes_that_were_uploaded_before_are_only_named(self, store: HubStore, hub: HubServer) -> None:
+        data = b"1"
         hub.arm("xorb", status=503)
-        store.put("new", b"1", guard=lambda: seen.append(hub.requests()))
-        (before,) = seen
-        assert "batch" not in before and before["shard"] == 1
-        assert {step: count for step, count in hub.requests().items() if before.get(step) != count} == {
-            "batch": 1
-        }
-
-    def test_nothing_is_named_if_the_guard_raises(self, store: HubStore, hub: HubServer) -> None:
-        def guard() -> None:
-            raise KeyError("too late")
-
-        with pytest.raises(KeyError):
-            store.put("new", b"1", guard=guard)
-        assert "batch" not in hub.requests()
-
-    def test_one_that_is_not_answered_in_time_is_given_up(
-        self, store: HubStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        connect_s, read_s, write_s, pool_s = hub_api._ONCE_TIMEOUT_S
-        assert 2 * connect_s + read_s + 2 * write_s + pool_s <= REQUEST_S
-        monkeypatch.setattr(hub_api, "_ONCE_TIMEOUT_S", (1.0, 0.2, 1.0, 1.0))
-        hub.arm("batch", slow_s=1.0)
-        with pytest.raises(TransientStoreError, match="timed out"):
-            store.put("new", b"1", guard=lambda: None)
-        assert hub.requests()["batch"] == 1
+        store.upload(data)
+        store.upload(data)
+        assert "batch" not in hub.requests() and hub.requests()["shard"] == 1
+        assert hub.counted(lambda: store.put("new", data)) == {"batch": 1}
+        assert store.read("new", 1) == data
 
     @pytest.mark.parametrize("status", [301, 307, 308])
     def test_a_bucket_that_was_moved_is_not_followed(
@@ -597,25 +561,25 @@ class TestGuard:
     ) -> None:
         hub.arm("batch", status=status, headers={"Location": f"{hub.endpoint}/api/buckets/user/other/batch"})
         with pytest.raises(StoreError, match="was moved") as refused:
-            store.put("new", b"1", guard=lambda: None)
+            store.put("new", b"1")
         assert not isinstance(refused.value, TransientStoreError)
         assert hub.requests()["batch"] == 1
 
     def test_a_token_that_may_no_longer_write_is_told(self, store: HubStore, hub: HubServer) -> None:
         hub.arm("batch", status=403, message="You may not")
         with pytest.raises(StoreError, match="The token lacks a right") as refused:
-            store.put("new", b"1", guard=lambda: None)
+            store.put("new", b"1")
         assert not isinstance(refused.value, TransientStoreError)
 
     def test_a_bucket_that_is_deleted_meanwhile_is_created_by_the_next_one(
         self, store: HubStore, hub: HubServer
     ) -> None:
-        def guard() -> None:
-            huggingface_hub.HfApi(endpoint=hub.endpoint).delete_bucket(_bucket(store))
-
+        data = b"1"
+        store.upload(data)
+        huggingface_hub.HfApi(endpoint=hub.endpoint).delete_bucket(_bucket(store))
         with pytest.raises(TransientStoreError, match="deleted during the upload"):
-            store.put("new", b"1", guard=guard)
-        store.put("new", b"1", guard=lambda: None)
+            store.put("new", data)
+        store.put("new", data)
         assert store.read("new", 1) == b"1"
 
 
@@ -733,7 +697,6 @@ def test_a_connection_that_the_hub_has_closed_is_no_error(
             lambda: store.read("large", len(LARGE)),
             lambda: store.read("large", len(LARGE), info),
             lambda: store.put("large", LARGE),
-            lambda: store.put("large", LARGE, guard=lambda: None),
             lambda: list(store.list("")),
             lambda: store.delete("large"),
         ):

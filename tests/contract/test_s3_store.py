@@ -37,7 +37,6 @@ from tests.http_faults import (
     empty,
     flipped,
     ignored,
-    late,
     reset,
     s3_error,
     shortened,
@@ -545,8 +544,7 @@ class TestRenewal:
         )
         calls: list[tuple[Callable[[], object], list[type[StoreError]]]] = [
             (lambda: proxied.read("a", 3), [TransientStoreError, StoreError, StoreError]),
-            # its probe was the first
-            (lambda: proxied.put("a", b"two", guard=lambda: None), [StoreError, StoreError]),
+            (lambda: proxied.put("a", b"two"), [TransientStoreError, StoreError, StoreError]),
         ]
         for call, kinds in calls:
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testkey")
@@ -616,76 +614,12 @@ class TestRenewal:
             assert publisher.publish(weights.items()).wait(60).version == 2
 
 
-class TestGuard:
-    """Of a guarded put one request makes the object visible, and nobody repeats it."""
-
-    LOST = (
-        status(503),
-        status(500),
-        status(429, retry_after_s=1),
-        s3_error(409, "OperationAborted"),
-        reset(),
-    )
-
-    @pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
-    @pytest.mark.parametrize("action", LOST, ids=lambda action: action.name)
-    def test_a_put_that_fails_is_not_repeated(
-        self, proxy: FaultProxy, proxied: Store, action: Action, after: bool
-    ) -> None:
-        proxy.strike(action, "PUT", after=after)
-        with pytest.raises(TransientStoreError):
-            proxied.put("b", b"1", guard=lambda: None)
-        assert proxy.count("PUT") == 1
-        assert [info.key for info in proxied.list("")] == ["a", "b"][: 1 + after]
-
-    def test_one_that_is_not_answered_in_time_is_given_up(
-        self, proxy: FaultProxy, proxied: Store, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(cloud, "REQUEST_S", 0.3)
-        proxy.strike(late(1.0), "PUT")
-        with pytest.raises(TransientStoreError, match="timed out"):
-            proxied.put("b", b"1", guard=lambda: None)
-        assert proxy.count("PUT") == 1
-
+class TestPut:
     def test_one_that_is_refused_is_told(self, proxy: FaultProxy, proxied: Store) -> None:
         proxy.strike(s3_error(403, "AccessDenied"), "PUT")
         with pytest.raises(StoreError, match="AccessDenied") as refusal:
-            proxied.put("b", b"1", guard=lambda: None)
+            proxied.put("b", b"1")
         assert type(refusal.value) is StoreError
-
-    def test_nothing_is_sent_if_the_guard_raises(self, proxy: FaultProxy, proxied: Store) -> None:
-        def guard() -> None:
-            raise KeyError("too late")
-
-        with pytest.raises(KeyError):
-            proxied.put("b", b"1", guard=guard)
-        assert proxy.count("PUT") == 0
-
-    def test_the_connection_is_open_before_the_guard_is_asked(
-        self, proxy: FaultProxy, proxied: Store
-    ) -> None:
-        opened: set[int] = set()
-        warm = 0
-        for key in "bcdef":
-            proxied.put(key, b"1", guard=lambda: opened.update(each.connection for each in proxy.exchanges))
-            (put,) = proxy.matching("PUT", f"/{key}$")
-            warm += put.connection in opened
-            proxy.cut()
-        assert warm >= 3  # now and then the client has not taken the connection back yet
-
-    def test_what_makes_it_ready_may_be_refused(self, proxy: FaultProxy, proxied: Store) -> None:
-        fault = proxy.strike(s3_error(403, "AccessDenied"), "GET", query="prefix=run(/|%2F)probe")
-        proxied.put("b", b"1", guard=lambda: None)
-        assert fault.hits == 1
-        assert proxied.read("b", 1) == b"1"
-
-    @pytest.mark.parametrize("url", ["s3://bkt/a?region=us-east-1", "gs://bkt/a", "az://container/a"])
-    def test_no_cloud_repeats_it(self, s3_env: object, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
-        for name, value in (("ACCOUNT_NAME", "account"), ("ACCOUNT_KEY", "a2V5")):
-            monkeypatch.setenv(f"AZURE_STORAGE_{name}", value)
-        client = cloud.CloudStore(url).client(once=True)
-        assert client.retry_config["max_retries"] == 0
-        assert client.client_options["timeout"] == "20s"
 
 
 class TestProbe:
@@ -779,22 +713,19 @@ class TestConnections:
         assert len({exchange.connection for exchange in proxy.exchanges}) <= 4
 
     def test_one_that_the_server_has_closed_is_no_error(self, proxy: FaultProxy, proxied: Store) -> None:
-        for number, action in enumerate(
-            (
-                lambda: proxied.read("a", 3),
-                lambda: proxied.create("b", b"1"),
-                lambda: proxied.put("b", b"2"),
-                lambda: proxied.put("b", b"3", guard=lambda: None),
-                lambda: list(proxied.list("")),
-                lambda: proxied.delete("b"),
-            )
+        for action in (
+            lambda: proxied.read("a", 3),
+            lambda: proxied.create("b", b"1"),
+            lambda: proxied.put("b", b"2"),
+            lambda: list(proxied.list("")),
+            lambda: proxied.delete("b"),
         ):
             proxied.read("a", 3)
             proxy.cut()
             time.sleep(0.05)
             before = len(proxy.exchanges)
             action()
-            assert len(proxy.exchanges) - before == (2 if number == 3 else 1)
+            assert len(proxy.exchanges) - before == 1
 
 
 class TestRequests:

@@ -33,6 +33,7 @@ from deltasync.stores.local import LocalStore
 from deltasync.stores.object import PortableStore
 from deltasync.stores.retries import RetryStore, decides
 from tests.contract.store_contract import BAD_KEYS, DecidingContract, DecidingSharedContract, StoreContract
+from tests.writers import QUICK, Journal, WriterStore
 
 
 class TestMemoryStore(StoreContract, DecidingContract):
@@ -44,6 +45,14 @@ class TestMemoryStore(StoreContract, DecidingContract):
         open_store(memory_url).create("a", b"1")
         assert open_store(memory_url).read("a", 1 << 30) == b"1"
         assert list(open_store(f"{memory_url}/other").list("")) == []
+
+
+class TestLeasedStore(DecidingContract):
+    """Memory that does not decide, within claims."""
+
+    @pytest.fixture
+    def store(self, memory_url: str) -> Store:
+        return QUICK(WriterStore(open_store(memory_url), Journal(), decides=False))
 
 
 class TestPortableFileStore(StoreContract, DecidingSharedContract):

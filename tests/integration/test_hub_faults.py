@@ -38,7 +38,7 @@ store = test_hub_watch.store
 @pytest.fixture(autouse=True)
 def short_leases() -> Iterator[None]:
     """Publishers wait for two seconds instead of thirty."""
-    with mock.patch("deltasync.opening.acquire.Lease", lambda: LEASE):
+    with mock.patch("deltasync.opening.acquire.LeasedStore", LEASE):
         yield
 
 
@@ -147,7 +147,7 @@ from deltasync import Publisher
 from deltasync.clouds.hub import HubStore
 from tests.integration.test_hub_faults import weights_of
 from tests.hub.fixtures import LEASE
-with mock.patch("deltasync.opening.acquire.Lease", lambda: LEASE), Publisher(HubStore(sys.argv[1])) as publisher:
+with mock.patch("deltasync.opening.acquire.LeasedStore", LEASE), Publisher(HubStore(sys.argv[1])) as publisher:
     for version in range(1, 13):
         publisher.publish(weights_of(version).items()).wait(60)
         time.sleep(0.03)

@@ -430,8 +430,8 @@ def killed(arguments: list[str], where: str) -> None:
     [
         ("acquire._Opener.open", False),  # before anything of the channel
         ("acquire._Opener.open", True),
-        ("log.Log.create_channel", False),
-        ("log.Log.create_channel", True),
+        ("log.Log.describe", False),
+        ("log.Log.describe", True),
         ("log.Log.put_file", False),  # in the first upload; a version that is a reference has none
         ("log.Log.append", False),
         ("log.Log.append", True),

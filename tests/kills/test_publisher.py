@@ -14,7 +14,7 @@ import re
 import shutil
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -74,9 +74,9 @@ class KillingStore(LocalStore):
         with self._step("create", key):
             super().create(key, data)
 
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes) -> None:
         with self._step("put", key):
-            super().put(key, data, guard=guard)
+            super().put(key, data)
 
     def delete(self, *names: str) -> None:
         for key in names:

@@ -123,7 +123,7 @@ MUTANTS = {
     # publishers
     "a create that finds other bytes is taken for ours": Mutant(
         "deltasync.publish.log",
-        'raise self._fence(f"Another publisher opened the channel in the place of {what}") from None',
+        'raise self.fence(f"Another publisher opened the channel in the place of {what}") from None',
         "pass",
         "s3 rival",
     ),
@@ -132,24 +132,33 @@ MUTANTS = {
     ),
     "records are put, not created": Mutant(
         "deltasync.publish.log",
-        "self.store.create(key, data)\n            else:\n                self._lease",
-        "self.store.put(key, data)\n            else:\n                self._lease",
+        "self.store.create(key, data)",
+        "self.store.put(key, data)",
         "s3 rival",
     ),
     "whether a store decides is not tried": Mutant(
         "deltasync.opening.acquire",
-        "if decides(self._store, key):",
+        "if decides(self._store, keys.probe(keys.new_author())):",
         "if self._store.can_create:",
         "ignores rival",
     ),
     "a lease does not settle": Mutant(
-        "deltasync.opening.acquire", "self._lease.wait(claimed_s)", "pass", "hub rival late"
+        "deltasync.stores.leased", "            time.sleep(left_s)", "            pass", "hub rival late"
     ),
-    "a newer epoch fences nobody": Mutant(
-        "deltasync.publish.log",
-        "if newest > self.epoch and self._is_opening(newest):",
-        "if False:",
+    "a greater claim fences nobody": Mutant(
+        "deltasync.stores.leased", "if newest > self._claim:", "if False:", "hub rival"
+    ),
+    "a claim is believed before it is read back": Mutant(
+        "deltasync.stores.leased",
+        "looked_s = self._look()\n        if not is_free:",
+        "looked_s = boot_s()\n        if not is_free:",
         "hub rival",
+    ),
+    "an opening continues a log that it cannot read": Mutant(
+        "deltasync.opening.acquire",
+        "return _End(VersionId(slot.version, slot.epoch, _UNREAD), slot.epoch)",
+        "return _End(before.version, keys.new_epoch(1 + keys.epoch_number(slot.epoch)))",
+        "s3 rival damaged",
     ),
     "a log is not sealed": Mutant(
         "deltasync.opening.acquire",
@@ -158,15 +167,15 @@ MUTANTS = {
         "s3 rival",
     ),
     "the digest of one read is believed": Mutant(
-        "deltasync.opening.acquire", "seen = {version.sha256}", "return end", "s3 rival damaged"
+        "deltasync.opening.acquire", "or found.sha256 in seen:", "or found.sha256:", "s3 rival damaged"
     ),
     "two epochs have one number": Mutant(
         "deltasync.opening.acquire", "keys.new_epoch(1 + max(", "keys.new_epoch(1 + 0 * max(", "s3 rival"
     ),
     "a pending version is forgotten": Mutant(
         "deltasync.publish.log",
-        "        assert stored.data is not None\n        self._put(stored.key",
-        "        self.pending = None\n        self._put(stored.key",
+        "        assert stored.data is not None\n        self._create(stored.key",
+        "        self.pending = None\n        self._create(stored.key",
         "after",
     ),
     "a part is not waited for": Mutant(
@@ -360,8 +369,8 @@ MUTANTS = {
     ),
     "a publisher stops after a restore if the epoch's digits are greater": Mutant(
         "deltasync.publish.log",
-        "return keys.epoch_document(self.epoch) not in [",
-        "return epoch > self.epoch or self.epoch in [",
+        "return opening not in [",
+        "return epoch > log.epoch or log.epoch in [",
         "restore",
     ),
     "heartbeats stop while a version is staged": Mutant(

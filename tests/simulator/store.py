@@ -16,11 +16,11 @@ from typing import Any
 
 from deltasync.channel import keys
 from deltasync.errors import ObjectExistsError, ObjectMissingError, StoreError, TransientStoreError
-from deltasync.stores.base import REQUEST_S, ObjectInfo, check_key, check_size
+from deltasync.stores.base import ObjectInfo, check_key, check_size
 from tests.simulator.lives import Lives
 from tests.simulator.scheduler import EPOCH_S, Process, Scheduler, Thread
 
-LATE_S = 18.0  # a request that was given up may still have its effect; a guarded one within `REQUEST_S`
+LATE_S = 18.0  # a request that was given up may still have its effect
 HUNG_S = 60.0
 NO_SPACE = "no space left"
 
@@ -196,20 +196,19 @@ class Line:
 
         self._change("create", key, effect)
 
-    def put(self, key: str, data: bytes | memoryview, *, guard: Callable[[], None] | None = None) -> None:
+    def upload(self, data: bytes) -> None:
+        self._pass("upload", "")
+
+    def put(self, key: str, data: bytes | memoryview) -> None:
         check_key(key)
-        held, within_s = bytes(data), math.inf
-        if guard is not None:
-            self._pass("connect", key)
-            guard()
-            within_s = REQUEST_S
+        held = bytes(data)
 
         def effect() -> None:
             self.disk.put(key, held)
             if key.startswith(keys.REPLICAS):
                 self.disk.lives.hear(self.process, key, held)
 
-        self._change("put", key, effect, within_s)
+        self._change("put", key, effect)
 
     def read(self, key: str, most_bytes: int, known: ObjectInfo | None = None) -> bytes:
         held = self._read("read", key, known)
@@ -275,7 +274,8 @@ class Line:
         disk.scheduler.sleep(self._random.uniform(0.001, 0.05))
         faults = disk.faults
         # between a look and what it permits
-        if self._meets("stalled", faults.stalled * (8 if verb == "connect" else 1)):
+        is_claimed = verb == "put" and key.startswith(keys.VERSIONS)
+        if self._meets("stalled", faults.stalled * (8 if is_claimed else 1)):
             seconds = self._random.choice((2.0, 40.0, 100.0, 2000.0))
             self.process.suspend(disk.scheduler.now_s, seconds, self._random.random() < 0.5)
             disk.scheduler.say(f"{verb} {key}: {self.process.name} stands still for {seconds:.0f} s")
@@ -290,12 +290,9 @@ class Line:
         if self._meets("before", faults.before):
             raise TransientStoreError(f"{verb} {key}: refused for now.")
 
-    def _change(self, verb: str, key: str, effect: Callable[[], None], within_s: float = math.inf) -> None:
+    def _change(self, verb: str, key: str, effect: Callable[[], None]) -> None:
         disk, faults = self.disk, self.disk.faults
-        began_s = disk.scheduler.now_s
         self._pass(verb, key)
-        if disk.scheduler.now_s - began_s > within_s:  # its sender was suspended, and the connection is gone
-            raise TransientStoreError(f"{verb} {key}: not sent in time.")
         if verb != "delete" and self._meets("refused", faults.refused):
             raise StoreError(f"{verb} {key}: {NO_SPACE}.")
         if self._meets("late", faults.late):

@@ -117,10 +117,10 @@ class Meeting(FaultyStore):
         super().__init__(inner)
         self.barrier = threading.Barrier(count)
 
-    def put(self, key: str, data: bytes, *, guard: Callable[[], None] | None = None) -> None:
+    def put(self, key: str, data: bytes) -> None:
         if key.startswith(keys.PARTS):
             self.barrier.wait(60)
-        super().put(key, data, guard=guard)
+        super().put(key, data)
 
 
 @pytest.mark.usefixtures("in_parts")
