@@ -359,7 +359,7 @@ class Inspection:
                 self.add_damage(base.key, problem, base.sha256)
         newest = max(versions, key=lambda slot: slot.newness, default=None)
         folders = (keys.VERSIONS, keys.COMPACTIONS, keys.ANNOUNCEMENTS, keys.PARTS, keys.ANCHORS)
-        references = References(self.documents(), self._held.shortcuts)
+        references = References(self.documents(), self._held.shortcuts, self.reader.channel().epoch)
         files = [
             key for key in self._sizes if key.startswith((keys.PARTS, keys.ANCHORS)) and keys.file_of(key)
         ]

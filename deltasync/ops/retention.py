@@ -236,10 +236,11 @@ def _asked(contents: Contents, keep: KeepPolicy) -> set[Slot]:
 
 class References:
     """The files that records and shortcuts (None for damaged ones) name, or that their author may still
-    name.
+    name. `first` is the channel's first epoch.
     """
 
-    def __init__(self, records: Records, shortcuts: Mapping[str, Record | None]) -> None:
+    def __init__(self, records: Records, shortcuts: Mapping[str, Record | None], first: str = "") -> None:
+        self._first = first
         found = [record for record in (*records.values(), *shortcuts.values()) if record is not None]
         self._keys = {file.key for record in found for file in record.files}
         self._folders = {record.anchor.directory for record in found if record.anchor is not None}
@@ -271,6 +272,8 @@ class References:
         """
         of = keys.file_of(key)
         assert of is not None
+        if self._first and of.epoch[:6] == self._first[:6] and of.epoch != self._first:
+            return False  # another writer began the channel
         last = self._anchors if key.startswith(keys.ANCHORS) else self._last
         return of.epoch >= self._newest_epoch and of.version > last.get(of.epoch, 0)
 
@@ -391,7 +394,7 @@ def _references(
     gone = set() if plan is None else set(plan.keys)
     records = {slot: record for slot, record in held.records.items() if slot.key not in gone}
     shortcuts = {key: record for key, record in held.shortcuts.items() if key not in gone}
-    references = References(records, shortcuts)
+    references = References(records, shortcuts, reader.channel().epoch)
     places: set[str] = set()
     for key in (info.key for info in files if info.key not in references):
         of = keys.file_of(key)
@@ -413,4 +416,4 @@ def _references(
             shortcuts[key] = document
         else:
             records[slot] = document
-    return References(records, shortcuts)
+    return References(records, shortcuts, reader.channel().epoch)

@@ -5,7 +5,7 @@ A writer claims the store, waits until its claim has settled, and creates as lon
     claims/<number>-<digits>    one for each writer; the greatest one counts
 
     look at the claims, claim a greater number, wait `settle_s`
-    for each object:  is the key free?  is there a greater claim?  put; if that took long, look again
+    for each object:  is the key free?  is this claim there, and no greater one?  put; if that took long, look again
 
 **The assumption:** a listing shows a claim, and a request that was sent has taken its effect or never will, within
 `settle_s - recheck_s`. Where it fails, an object may be replaced after a greater claim; its writer is told that it
@@ -112,13 +112,21 @@ class LeasedStore(WrappedStore):
         return looked_s
 
     def _look(self) -> float:
-        """Raise FencedError if there is a greater claim; return when this look began, by `boot_s`."""
-        began_s = boot_s()
-        newest = max(self._claims(), default="")
+        """Raise FencedError if there is a greater claim; return when this look began, by `boot_s`.
+
+        Raises:
+            TransientStoreError: the listing lacks this claim, so that it may lack others.
+        """
+        began_s, claims = boot_s(), self._claims()
+        newest = max(claims, default="")
         if newest > self._claim:
             raise FencedError(
                 f"Another publisher has claimed {self.url} ({newest}) after this one ({self._claim})."
             )
+        if self._claim not in claims:
+            if holds(self.inner, self._claim, self._claim.encode()) is None:
+                self._claimed_s = 0.0  # it is gone: the next attempt claims again
+            raise TransientStoreError(f"{self.url} does not list {self._claim}; nothing was sent.")
         return began_s
 
     def _is_recent(self, looked_s: float) -> bool:

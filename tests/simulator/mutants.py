@@ -156,9 +156,9 @@ MUTANTS = {
     ),
     "an opening continues a log that it cannot read": Mutant(
         "deltasync.opening.acquire",
-        "return _End(VersionId(slot.version, slot.epoch, _UNREAD), slot.epoch)",
-        "return _End(before.version, keys.new_epoch(1 + keys.epoch_number(slot.epoch)))",
-        "s3 rival damaged",
+        "        if found is None:\n            return None\n        if (following",
+        "        if not isinstance(found, StoredRecord):\n            return None\n        if (following",
+        "s3 rival rot",
     ),
     "a log is not sealed": Mutant(
         "deltasync.opening.acquire",

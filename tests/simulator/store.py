@@ -21,6 +21,7 @@ from tests.simulator.lives import Lives
 from tests.simulator.scheduler import EPOCH_S, Process, Scheduler, Thread
 
 LATE_S = 18.0  # a request that was given up may still have its effect
+SENT_S = 25.0  # a sender that stands still for longer finds that its connection is gone
 HUNG_S = 60.0
 NO_SPACE = "no space left"
 
@@ -291,8 +292,10 @@ class Line:
             raise TransientStoreError(f"{verb} {key}: refused for now.")
 
     def _change(self, verb: str, key: str, effect: Callable[[], None]) -> None:
-        disk, faults = self.disk, self.disk.faults
+        disk, faults, began_s = self.disk, self.disk.faults, self.disk.scheduler.now_s
         self._pass(verb, key)
+        if not disk.kind.creates and disk.scheduler.now_s - began_s > SENT_S:
+            raise TransientStoreError(f"{verb} {key}: the connection is gone.")
         if verb != "delete" and self._meets("refused", faults.refused):
             raise StoreError(f"{verb} {key}: {NO_SPACE}.")
         if self._meets("late", faults.late):

@@ -68,6 +68,22 @@ def test_a_claim_without_an_answer_is_put_again(inner: Store) -> None:
     assert len(claims(inner)) == 1
 
 
+def test_a_listing_without_this_claim_does_not_count(inner: Store) -> None:
+    faulty = FaultyStore(inner)
+    store = QUICK(faulty)
+    store.create("a", b"1")
+    faulty.hide(lambda key: key.startswith(CLAIMS))
+    with pytest.raises(TransientStoreError, match="does not list claims/"):
+        store.create("b", b"1")
+    faulty.hide(lambda _: False)
+    inner.delete(*claims(inner))
+    with pytest.raises(TransientStoreError, match="does not list claims/"):
+        store.create("b", b"1")
+    assert not [*inner.list("b")]
+    store.create("b", b"1")  # it claims again
+    assert len(claims(inner)) == 1
+
+
 def test_a_claim_settles_before_anything_is_created(inner: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     slept: list[float] = []
     monkeypatch.setattr(leased.time, "sleep", slept.append)
