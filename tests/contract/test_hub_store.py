@@ -165,7 +165,7 @@ class TestRequests:
         for data in (b"new", b"newer"):
             assert hub.counted(lambda data=data: store.put("a", data)) == {**upload, "batch": 1}  # type: ignore[misc]
         (info,) = store.list("a")
-        assert hub.counted(lambda: store.read("a", 1, info)) == download
+        assert hub.counted(lambda: store.read("a", 5, info)) == download
         for _ in range(2):
             assert hub.counted(lambda: store.read("a", 1 << 30)) == {"resolve": 1, **download}
         assert hub.counted(lambda: store.read("a", 1 << 30)) == {"resolve": 1}

@@ -544,7 +544,6 @@ class TestRenewal:
         )
         calls: list[tuple[Callable[[], object], list[type[StoreError]]]] = [
             (lambda: proxied.read("a", 3), [TransientStoreError, StoreError, StoreError]),
-            (lambda: proxied.put("a", b"two"), [TransientStoreError, StoreError, StoreError]),
         ]
         for call, kinds in calls:
             monkeypatch.setenv("AWS_ACCESS_KEY_ID", "testkey")
