@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from deltasync import Replica
+from deltasync import Publisher, Replica
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError
@@ -28,6 +28,7 @@ from deltasync.tensors.bits import bits_of, dtype_name
 from tests import independent_reader
 from tests.golden import make
 from tests.independent_reader import Channel, Damaged
+from tests.writers import QUICK
 
 TESTS = Path(__file__).parents[1]
 GOLDEN = TESTS / "golden"
@@ -384,3 +385,24 @@ def test_independent_reader_imports_nothing_but_numpy_zstandard_and_the_standard
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     assert {name.split(".")[0] for name in imported} <= sys.stdlib_module_names | {"numpy", "zstandard"}
+
+
+def test_a_channel_of_writers_that_claimed_by_their_openings_is_continued(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("deltasync.opening.acquire.LeasedStore", QUICK)
+    url = f"file://{shutil.copytree(GOLDEN / 'lease/channel', tmp_path / 'run')}"
+    replica = Replica(url)
+    replica.sync()
+    weights = {name: tensor.clone() for name, tensor in replica.state_dict().items()}
+    changed = bits_of(next(iter(weights.values())))
+    with Publisher(url, resume=True) as publisher:
+        for version in (6, 7):
+            changed[version] ^= 1
+            receipt = publisher.publish(weights.items()).wait(60)
+            assert (receipt.version, receipt.kind) == (version, "delta")
+            assert replica.sync() == version
+            for name, tensor in replica.state_dict().items():
+                np.testing.assert_array_equal(bits_of(tensor), bits_of(weights[name]))
+    assert ChannelReader(open_store(url)).channel().fencing == "lease"
+    assert len([*(tmp_path / "run/claims").iterdir()]) == 1
