@@ -118,14 +118,16 @@ class LeasedStore(WrappedStore):
             TransientStoreError: the listing lacks this claim, so that it may lack others.
         """
         began_s, claims = boot_s(), self._claims()
-        newest = max(claims, default="")
-        if newest > self._claim:
+        newest, number = max(claims, default=""), self._claim.partition("-")[0]
+        is_gone = self._claim not in claims and holds(self.inner, self._claim, self._claim.encode()) is None
+        # where the store was restored from a backup, the one of two equal numbers that is there came later
+        if newest > (number if is_gone else self._claim):
             raise FencedError(
                 f"Another publisher has claimed {self.url} ({newest}) after this one ({self._claim})."
             )
+        if is_gone:
+            self._claimed_s = 0.0  # the next attempt claims again
         if self._claim not in claims:
-            if holds(self.inner, self._claim, self._claim.encode()) is None:
-                self._claimed_s = 0.0  # it is gone: the next attempt claims again
             raise TransientStoreError(f"{self.url} does not list {self._claim}; nothing was sent.")
         return began_s
 

@@ -146,7 +146,10 @@ MUTANTS = {
         "deltasync.stores.leased", "            time.sleep(left_s)", "            pass", "hub rival late"
     ),
     "a greater claim fences nobody": Mutant(
-        "deltasync.stores.leased", "if newest > self._claim:", "if False:", "hub rival"
+        "deltasync.stores.leased",
+        "if newest > (number if is_gone else self._claim):",
+        "if False:",
+        "hub rival",
     ),
     "a claim is believed before it is read back": Mutant(
         "deltasync.stores.leased",
