@@ -85,7 +85,7 @@ def measure(element_count: int, changed_fraction: float, small: bool) -> dict[st
     steps = delta.steps[2]
     common.say(f"{vector.element_count:,} elements, {len(shapes)} tensors, {steps.changed:,} changes")
     digests = {2: np.arange(len(vector.specs), dtype=np.uint64)}
-    places = {2: codec_device.Places.of(vector, delta.bits[2])}
+    places = {2: codec_device.BitAddresses.of(vector, delta.bits[2])}
     pieces = list(delta.split(100 if on.type == "cpu" else 1 << 20))
     result: dict[str, Any] = {
         "device": torch.cuda.get_device_name()

@@ -64,13 +64,13 @@ class Accelerator(Device):
         names = (spec.name for spec in layout.specs.values() if spec.element_count)
         if not self.decodes or any(name not in address for name in names):
             return None
-        from deltasync.gpu.codec import DeviceCodec, Places
+        from deltasync.gpu.codec import BitAddresses, DeviceCodec
 
         places = {}
         for width, vector in layout.vectors.items():
             count_T = np.diff(vector.first_T)
             address_T = np.array([address.get(name, 0) for name in vector.names], np.int64)
-            places[width] = Places(address_T, np.stack((np.zeros_like(count_T), count_T), axis=1))
+            places[width] = BitAddresses(address_T, np.stack((np.zeros_like(count_T), count_T), axis=1))
         coder = DeviceCodec(layout, self.device, self.send)
 
         def decode(opened: Iterable[Payload]) -> Changed:

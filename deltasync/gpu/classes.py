@@ -600,7 +600,7 @@ class Batch(NamedTuple):
     last: int
 
 
-class Bits:
+class BlockBits:
     """Blocks of one width whose elements' bits are on the device: the old ones, or the new ones with their
     changes.
 
@@ -773,7 +773,7 @@ def ratio(device: torch.device) -> torch.Tensor:
     return torch.from_numpy(RATIO).to(device)
 
 
-def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def rank(bits: BlockBits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Order the changes of blocks by class, as `kernels.native.rank`.
 
     Args:
@@ -834,7 +834,7 @@ def rank(bits: Bits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, torch.T
 
 
 def decode(
-    bits: Bits, words: torch.Tensor, word_B: torch.Tensor, slot_TL: torch.Tensor
+    bits: BlockBits, words: torch.Tensor, word_B: torch.Tensor, slot_TL: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Decode the changes of blocks.
 
@@ -873,7 +873,7 @@ def decode(
 
 
 def _place(
-    bits: Bits,
+    bits: BlockBits,
     rank_K: torch.Tensor,
     class_K: torch.Tensor,
     from_K: torch.Tensor,

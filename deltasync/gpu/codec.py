@@ -25,7 +25,7 @@ from deltasync.codec.tiles import Tiling
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.gpu import classes as gpu_classes
 from deltasync.gpu import coder as gpu_coder
-from deltasync.gpu.classes import COLUMNS, ROWS, Bits, Changes
+from deltasync.gpu.classes import COLUMNS, ROWS, BlockBits, Changes
 from deltasync.gpu.coder import Streams
 from deltasync.gpu.delta import DeviceBits, DeviceDelta, DeviceSparse
 from deltasync.kernels import native
@@ -42,7 +42,7 @@ Send = Callable[[Iterable[tuple[np.ndarray, torch.Tensor]]], None]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Places:
+class BitAddresses:
     """Where the bits of a vector's tensors lie on a device.
 
     Attributes:
@@ -54,7 +54,7 @@ class Places:
     range_T2: np.ndarray
 
     @classmethod
-    def of(cls, vector_: Vector, bits: DeviceBits) -> Places:
+    def of(cls, vector_: Vector, bits: DeviceBits) -> BitAddresses:
         """Return where the bits of a shadow are."""
         position_T, count_T, place_T = bits.run_T3.T
         start_T = np.where(count_T > 0, position_T - vector_.first_T[:-1], 0)
@@ -121,7 +121,7 @@ class DeviceCodec:
             range_T2 = np.zeros((len(of.specs), 2), np.int64)
             by_class: Sequence[Coded | None] = [None] * len(in_P)
             if codec_name == "context":
-                places = Places.of(of, delta.bits[width])
+                places = BitAddresses.of(of, delta.bits[width])
                 tiling = tiles.tiling(of, places.range_T2)
                 inside_T = np.zeros(len(of.specs), np.bool_)
                 inside_T[tensor_P2[0, 0] : tensor_P2[-1, 1]] = True
@@ -238,7 +238,7 @@ class DeviceCodec:
         device = changes.at_K.device
         count_B = changes.tally(len(row_BF)).cpu().numpy().astype(np.int64)
         bound_B = bounds(count_B)
-        blocks = Bits(row_BF, band_GF, bound_B, of.width, device, changes)
+        blocks = BlockBits(row_BF, band_GF, bound_B, of.width, device, changes)
         run_R, run_P = _runs(bound_B, *block_P2.T)
         size_R = np.add.reduceat(row_BF[:, COLUMNS] * row_BF[:, ROWS], run_R[:-1])
         group_run_G, groups = _groups(
@@ -268,7 +268,7 @@ class DeviceCodec:
             )
         return found
 
-    def changed(self, opened: Iterable[Payload], places: Mapping[int, Places]) -> Changed:
+    def changed(self, opened: Iterable[Payload], places: Mapping[int, BitAddresses]) -> Changed:
         """As `decode`, with fingerprints by name, as `payloads.decode` has them."""
         delta, digests = self.decode([*opened], places)
         named: dict[str, int] = {}
@@ -279,7 +279,7 @@ class DeviceCodec:
         return Changed(delta, named)
 
     def decode(
-        self, opened: Sequence[Payload], places: Mapping[int, Places], undone: DeviceDelta | None = None
+        self, opened: Sequence[Payload], places: Mapping[int, BitAddresses], undone: DeviceDelta | None = None
     ) -> tuple[DeviceDelta, dict[int, np.ndarray]]:
         """Return the changes of payloads; and by width the fingerprints of changed tensors after them, uint64.
 
@@ -304,7 +304,7 @@ class DeviceCodec:
         return DeviceDelta(self._layout, steps), digests
 
     def _decode(
-        self, width: int, readers: Sequence[Reader], places: Places | None, undone: DeviceDelta | None
+        self, width: int, readers: Sequence[Reader], places: BitAddresses | None, undone: DeviceDelta | None
     ) -> DeviceSparse:
         of = self._layout.vectors[width]
         number_T = np.concatenate([reader.number_T for reader in readers])
@@ -372,7 +372,7 @@ class DeviceCodec:
         of: Vector,
         readers: Sequence[Reader],
         is_in_T: np.ndarray,
-        places: Places | None,
+        places: BitAddresses | None,
         undone: DeviceDelta | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Decode the tensors that are coded by classes: ascending low halves of positions, and steps."""
@@ -396,7 +396,7 @@ class DeviceCodec:
         changes = None
         if undone is not None:
             changes = _changes(of, undone.steps[of.width], undone.bits[of.width], tiling, band_GF)
-        blocks = Bits(row_BF, band_GF, bound_B, of.width, self._device, changes)
+        blocks = BlockBits(row_BF, band_GF, bound_B, of.width, self._device, changes)
         blocks.divide(group_B, Classes.of([*itertools.chain(*lines)]))
         found = gpu_classes.decode(blocks, words, word_B, slots)
         if found is None:

@@ -12,7 +12,7 @@ from deltasync.channel import payloads
 from deltasync.channel.documents import Record
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError
-from deltasync.gpu.codec import DeviceCodec, Places
+from deltasync.gpu.codec import BitAddresses, DeviceCodec
 from deltasync.gpu.delta import DeviceDelta
 from deltasync.kernels.backend import accelerator
 from deltasync.publish.encode import record_of
@@ -87,7 +87,8 @@ class DeviceCoder:
         """
         with self.after(delta.ready):
             places = {
-                width: Places.of(self._layout.vectors[width], bits) for width, bits in delta.bits.items()
+                width: BitAddresses.of(self._layout.vectors[width], bits)
+                for width, bits in delta.bits.items()
             }
             opened = [payload for _, payload in payloads.opened(record, stored)]
             found, told = self._codec.decode(opened, places, delta)

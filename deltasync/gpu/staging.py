@@ -13,7 +13,7 @@ import torch
 
 from deltasync.gpu.devices import Chunk, Device, copiers
 from deltasync.live import Segment, Staged
-from deltasync.live.staging import FEW, Places, Staging, Steps, positions
+from deltasync.live.staging import FEW, SegmentTable, Staging, Steps, positions
 
 _PIECE_BYTES = 16 << 20
 _DIFFERING_BYTES = 64 << 20
@@ -32,7 +32,7 @@ _COUNTS = 4096  # pieces whose counts are allocated at once
 class _Pinned(NamedTuple):
     """A part of a line's segment, and its new bits in pinned memory, flat, in row-major order."""
 
-    places: Places
+    places: SegmentTable
     line: int
     segment: Segment
     new_N: torch.Tensor
@@ -57,7 +57,7 @@ class DeviceStaging(Staging):
         with device.staging():
             self._room = device.allocate(2 * _PIECE_BYTES).view(2, -1)
 
-    def _add(self, places: Places, line: int, segment: Segment, bits_N: np.ndarray) -> None:
+    def _add(self, places: SegmentTable, line: int, segment: Segment, bits_N: np.ndarray) -> None:
         for piece in segment.pieces(_PIECE_BYTES // places.table.width):
             new_N = self._pinned(piece.live.nbytes).view(piece.live.dtype)
             self._pieces.append(_Pinned(places, line, piece, new_N))

@@ -27,7 +27,7 @@ from deltasync.kernels.table import Writes
 from deltasync.live import staging
 from deltasync.live.exchange import Copy
 from deltasync.live.segments import Prints, Segment, Union, unsigned
-from deltasync.live.staging import Held, Places, Staged, Staging
+from deltasync.live.staging import Held, SegmentTable, Staged, Staging
 from deltasync.tensors import (
     Changed,
     Delta,
@@ -214,17 +214,17 @@ class LiveMemory:
         return [*enumerate(self._place(name), self._first_part[name])]
 
     @functools.cached_property
-    def _places(self) -> dict[int, list[Places]]:
+    def _places(self) -> dict[int, list[SegmentTable]]:
         return self._placed(self._segments.keys() - self.ties)
 
     @functools.cached_property
-    def _tied(self) -> dict[int, list[Places]]:
+    def _tied(self) -> dict[int, list[SegmentTable]]:
         """Those of ties, which are only read."""
         return self._placed(self.ties.keys())
 
-    def _placed(self, names: Set[str]) -> dict[int, list[Places]]:
+    def _placed(self, names: Set[str]) -> dict[int, list[SegmentTable]]:
         """Return where the segments of these tensors lie, by width."""
-        found = dict[int, list[Places]]()
+        found = dict[int, list[SegmentTable]]()
         for width, vector in self._layout.vectors.items():
             by_device: dict[Backend, list[Held]] = {}
             for name, first, key in zip(
@@ -235,7 +235,7 @@ class LiveMemory:
                         by_device.setdefault(self._device_of(segment.live), []).append(
                             Held(part, key, first, segment)
                         )
-            found[width] = [Places(device, vector.first_T, held) for device, held in by_device.items()]
+            found[width] = [SegmentTable(device, vector.first_T, held) for device, held in by_device.items()]
         return found
 
     @functools.cached_property
@@ -325,7 +325,7 @@ class LiveMemory:
         return staged
 
     def _finish(self, staged: Staged) -> None:
-        """Note the fingerprints that the version says, and have the commit read what it has made of ties."""
+        """Set the fingerprints that the version has, and have the commit read tied tensors again afterwards."""
         for name, other in self.ties.items():
             if other in staged.fingerprints:
                 staged.fingerprints.setdefault(name, None)

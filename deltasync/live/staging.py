@@ -39,7 +39,7 @@ table; the fingerprints, uint64; and whether the version says one, as only the m
 
 
 def digests_of(number: Mapping[str, int], fingerprints: Mapping[str, int | None]) -> Digests:
-    """Return those of tensors by name, whose numbers are given."""
+    """Convert fingerprints by name to arrays: tensor number, value, and whether the value is known."""
     values = list(fingerprints.values())
     found = np.array([0 if value is None else value for value in values], np.uint64)
     tensors = np.fromiter(map(number.__getitem__, fingerprints), np.int64, len(values))
@@ -88,7 +88,7 @@ class Held(NamedTuple):
     segment: Segment
 
 
-class Places:
+class SegmentTable:
     """The segments of one vector on one device, or on the host, in one table.
 
     Attributes:
@@ -169,17 +169,17 @@ class Staging:
     def __init__(self, device: Backend) -> None:
         self._device = device
         # the line, how many differ, and which
-        self._few: list[tuple[Places, int, int, Callable[[], Steps]]] = []
-        self._copied: list[tuple[Places, int, list[Piece]]] = []  # and the line
+        self._few: list[tuple[SegmentTable, int, int, Callable[[], Steps]]] = []
+        self._copied: list[tuple[SegmentTable, int, list[Piece]]] = []  # and the line
 
-    def whole(self, places: Places, part: int, bits_N: np.ndarray) -> None:
+    def whole(self, places: SegmentTable, part: int, bits_N: np.ndarray) -> None:
         """Add a whole tensor's new bits, of which a segment has a share. They must stay as they are until
         `finish`.
         """
         for line in places.lines[part]:
             self._add(places, line, places.segments[line], bits_N)
 
-    def _add(self, places: Places, line: int, segment: Segment, bits_N: np.ndarray) -> None:
+    def _add(self, places: SegmentTable, line: int, segment: Segment, bits_N: np.ndarray) -> None:
         whole = signed_view(np.require(bits_N, requirements="W"))  # torch takes no array that is read-only
         new_N, old_N = (
             unsigned(view.contiguous().view(-1)) for view in (segment.source(whole), segment.live)
@@ -206,7 +206,7 @@ class Staging:
 
     def _add_elements(self, staged: Staged) -> None:
         """Add what little differs, as positions and steps; on a device each piece takes a wait for it."""
-        by_table: dict[int, list[tuple[Places, int, int, Callable[[], Steps]]]] = {}
+        by_table: dict[int, list[tuple[SegmentTable, int, int, Callable[[], Steps]]]] = {}
         for each in self._few:
             by_table.setdefault(id(each[0]), []).append(each)
         for held in by_table.values():
@@ -227,7 +227,7 @@ class Staging:
 
     def _add_copies(self, staged: Staged, room_B: torch.Tensor, keeps: object = None) -> None:
         staged.copies.append(Copy([piece for *_, held in self._copied for piece in held], room_B, keeps))
-        parts: dict[int, tuple[Places, set[int]]] = {}
+        parts: dict[int, tuple[SegmentTable, set[int]]] = {}
         for places, line, _ in self._copied:
             parts.setdefault(id(places), (places, set()))[1].add(places.table.lines[line].part)
         staged.readouts += [places.readout([*held]) for places, held in parts.values()]

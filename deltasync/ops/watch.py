@@ -85,7 +85,7 @@ class JoinWatch:
         return True
 
     def look(self, point: JoinPoint | None) -> JoinPoint | None:
-        """Return where a late joiner starts, and note if it cannot. What is known is put back.
+        """Return where a late joiner starts, and note if it cannot. A known file that is gone is put back.
 
         Raises:
             FencedError: another publisher has begun a run here.

@@ -1,7 +1,7 @@
 """The parts by which servers follow a channel: shards of an engine and their load plan, a torch module and its
 gate, routes, metrics, heartbeats. A wing of the core.
 
-The names are imported on first use, so that what only reads heartbeats loads no torch.
+The names are imported on first use, so that a reader of heartbeats loads no torch.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from deltasync.following import Cursor, LiveWeights
 from deltasync.kernels import host_segments
 from deltasync.kernels.table import CHECK, Writes
 from deltasync.live import LiveMemory, Staged
-from deltasync.live.staging import Places
+from deltasync.live.staging import SegmentTable
 from deltasync.stores import cache
 from deltasync.stores.cache import CachedStore
 
@@ -60,7 +60,7 @@ def patched(tell: Tell) -> Iterator[None]:
             (Cursor, "next", "the way is planned"),
             (CachedStore, "_download", "an object is fetched"),
             (CachedStore, "add", "the cache has a file"),
-            (Places, "swap", "a tensor is translated"),
+            (SegmentTable, "swap", "a tensor is translated"),
             (LiveWeights, "stage", "all is staged"),
             (LiveMemory, "_exchange", "all values are exchanged"),
             (LiveWeights, "commit", "all is written, nothing confirmed"),

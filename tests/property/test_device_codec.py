@@ -201,7 +201,7 @@ def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPat
         assert tiling.count_T.tolist() == [256, 0, 64, 0, 64, 0]
     _prove(name, there, made.digests, found)
     before = made.there(are_new=False)
-    places = {2: on_device.Places.of(made.layout.vectors[2], before.bits[2])}
+    places = {2: on_device.BitAddresses.of(made.layout.vectors[2], before.bits[2])}
     opened = [codec.open_payload(data) for data in found]
     steps = _codec(made).decode(opened, places)[0].steps[2]
     assert torch.equal(steps.low_K, there.steps[2].low_K)
@@ -212,7 +212,7 @@ def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPat
 def test_words_of_a_stranger_end_where_the_host_ends(name: str) -> None:
     made = case(0.2, {"bfloat16": [(10, 9)]}, seed=5)
     there = made.there(are_new=False)
-    places = {2: on_device.Places.of(made.layout.vectors[2], there.bits[2])}
+    places = {2: on_device.BitAddresses.of(made.layout.vectors[2], there.bits[2])}
     (encoded,) = made.encoded(name, 10**6)
     entry = ".2.words" if name == "packed" else ".2.tile_words"
     random = np.random.default_rng(1)
@@ -251,7 +251,7 @@ def _codec(made: Case) -> on_device.DeviceCodec:
     return on_device.DeviceCodec(made.layout, device.device, device.send)
 
 
-def _read(made: Case, payload: Payload, places: dict[int, on_device.Places]) -> object:
+def _read(made: Case, payload: Payload, places: dict[int, on_device.BitAddresses]) -> object:
     try:
         found = _codec(made).decode([payload], places)[0].steps[2]
     except CorruptDataError:

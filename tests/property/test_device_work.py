@@ -112,7 +112,7 @@ def works(made: Case, name: str, work: Work) -> Steps:
     """Encode, prove and decode a version; return calls, most bytes and bytes that crossed, of each."""
     ((width, of),) = made.layout.vectors.items()
     delta, digests, bits = made.there(), made.digests, made.there(are_new=False).bits
-    places = {width: on_device.Places.of(of, bits[width])}
+    places = {width: on_device.BitAddresses.of(of, bits[width])}
     cpu = torch.device("cpu")
     coder, decoder = DeviceCoder(made.layout, cpu), on_device.DeviceCodec(made.layout, cpu, _send)
     tiles.tiling(of, places[width].range_T2)  # made once for a model

@@ -25,7 +25,7 @@ if COMPILES:
     from deltasync.gpu import coder as gpu_coder
     from deltasync.gpu import detect as gpu_diff
     from deltasync.gpu import segments as gpu_segments
-    from deltasync.gpu.classes import Bits, Changes
+    from deltasync.gpu.classes import BlockBits, Changes
     from deltasync.gpu.coder import Streams
     from deltasync.kernels.rans import Classes
     from tests.triton_compiled import TARGETS, Compiled, compiling
@@ -152,7 +152,7 @@ def test_codecs(target: str, widths: tuple[int, ...]) -> None:
             band_GF = np.array([[0, 20, 7, 3, 100, 0], [5000, 20, 7, 2, 100, 3]])
             changes = Changes(*bands, at_K, step_K, bits_N)
             changes.tally(5)
-            bits = Bits(row_BF, band_GF, np.arange(6, dtype=np.int64) * 8, width, device, changes)
+            bits = BlockBits(row_BF, band_GF, np.arange(6, dtype=np.int64) * 8, width, device, changes)
             bits.survey(np.array([0, 3, 5]), np.array([3, 5]))
             bits.divide(np.zeros(5, np.int64), Classes.of([np.array([[1, 8, 9], [9, 200, 4]])]))
             for gap_bits in (32, 40):

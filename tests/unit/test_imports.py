@@ -40,7 +40,7 @@ KNOWN = {
     "publish.shadow trainer.stream",
     "publish.upload trainer.ranks",
 }
-TWICE = {"Bits", "Delta", "Places"}  # names of two classes still
+TWICE = {"Delta"}  # a name of two classes still
 FOR_ALL = ("errors", "config", "limits", "threads", "ending")
 PROGRAMS = ("deltasync.ops.dashboard", "deltasync.ops.cli")
 HEAVY = ("vllm", "sglang", "trl", "transformers", "obstore", "matplotlib", "cryptography")
