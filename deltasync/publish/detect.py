@@ -41,7 +41,7 @@ class Difference:
         pieces: The steps, in pieces of different elements.
         gains: Sum of what they add to the fingerprints, by width; uint64[T] each.
         aboves: How many elements of each tensor become NaN, by width; int64[T] each.
-        found: What else the shadow's memory needs to apply it.
+        found: Further values that the shadow's memory needs to apply it.
     """
 
     pieces: Sequence[Delta] = ()
