@@ -22,10 +22,10 @@ import torch
 
 from benchmarks import common
 from benchmarks.common import say, table, timed
+from deltasync import Publisher
 from deltasync.channel import payloads
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import Replica
-from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import WrappedStore, check_key
 

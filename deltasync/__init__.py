@@ -22,15 +22,16 @@ if TYPE_CHECKING:
     from deltasync import errors
     from deltasync.config import Retention
     from deltasync.following import Replica
-    from deltasync.publish import Publisher, Receipt
+    from deltasync.publish import Receipt
     from deltasync.serve import ModuleReplica, follow
     from deltasync.stores import open_store
+    from deltasync.trainer import Publisher
 
 __version__ = "0.1.0"
 
 _HOME = {
     "ModuleReplica": "deltasync.serve",
-    "Publisher": "deltasync.publish",
+    "Publisher": "deltasync.trainer",
     "Receipt": "deltasync.publish",
     "Replica": "deltasync.following",
     "Retention": "deltasync.config",

@@ -97,25 +97,42 @@ class _Call(NamedTuple):
         return frame is not None
 
 
-class OneCaller:
-    """Lets one call of an object's methods run at a time, and refuses others; `what` names the object in
-    messages.
+class _During(NamedTuple):
+    """A context that is the call of a method."""
+
+    calls: OneCaller
+    name: str
+
+    def __enter__(self) -> None:
+        self.calls.begin(self.name, sys._getframe(1))
+
+    def __exit__(self, *_: object) -> None:
+        self.calls.end(sys._getframe(1))
+
+
+class OneCaller(Home):
+    """Lets one call of an object's methods run at a time, in the object's process, and refuses others.
 
     It takes no lock: a signal handler may come between any two lines of it.
     """
 
     def __init__(self, what: str) -> None:
-        self._what = what
+        super().__init__(what)
         self._calls: list[_Call] = []  # in the order in which they began
 
-    def begin(self, name: str) -> None:
-        """Begin the call of the method `name` in the caller's frame, which calls `end`.
+    def __call__(self, name: str) -> _During:
+        """Return a context for the call of the method `name`.
 
-        Raises:
+        Raises, when it is entered:
             ConfigError: another call runs, in another thread, or in this one, inside of which this call is
-                made.
+                made; or this is a fork of the object's process.
         """
-        mine = _Call(name, threading.current_thread(), sys._getframe(1))
+        return _During(self, name)
+
+    def begin(self, name: str, frame: FrameType) -> None:
+        """Begin the call of the method `name`, which is in this frame."""
+        self.check()
+        mine = _Call(name, threading.current_thread(), frame)
         self._calls.append(mine)
         running = next(call for call in [*self._calls] if call is mine or call.runs)
         if running is mine:
@@ -134,9 +151,8 @@ class OneCaller:
                 f"{name}() of a {self._what} was called {where} {running.name}(). Nothing was done. {cure}."
             )
 
-    def end(self) -> None:
-        """End the call of the caller's frame."""
-        frame = sys._getframe(1)
+    def end(self, frame: FrameType) -> None:
+        """End the call that is in this frame."""
         self._remove(call for call in [*self._calls] if call.frame is frame)
 
     def _remove(self, calls: Iterable[_Call]) -> None:

@@ -9,11 +9,11 @@ from unittest import mock
 import torch
 
 from deltasync import Publisher, Receipt, Replica
+from deltasync.publish.agreement import Alone
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.shadow import Shadow
 from deltasync.stores import Store
-from deltasync.trainer.ranks import Ranks
 from deltasync.trainer.source import Source
 from deltasync.trainer.stream import Stream
 from tests.conftest import assert_same_bits
@@ -66,7 +66,7 @@ class Compared:
     """A first stream and its shadow, with which later ones are compared."""
 
     def __init__(self, weights: Weights, dtype: str = "keep", place: str = "host") -> None:
-        self.source = Source(Ranks(), dtype, None)
+        self.source = Source(Alone(), dtype, None)
         parts = self.source.first(weights)
         self.shadow = Shadow.of(self.source.specs, parts, place, self.source.devices)
 
@@ -83,7 +83,7 @@ class Compared:
 
 def finish_maintenance(publisher: Publisher) -> None:
     """Wait until the anchor or the compacted delta that follows a version is stored."""
-    publisher._uploader.maintenance._workers.submit(int).result(PATIENCE_S)  # type: ignore[union-attr]
+    publisher._uploader.finisher.maintenance._workers.submit(int).result(PATIENCE_S)  # type: ignore[union-attr]
 
 
 def wait_for_head(log: Log) -> None:
@@ -93,9 +93,9 @@ def wait_for_head(log: Log) -> None:
 
 def settle(publisher: Publisher) -> None:
     """Wait for all that follows a version: its maintenance, and head."""
-    assert publisher._log is not None
+    assert publisher._opened.log is not None
     finish_maintenance(publisher)
-    wait_for_head(publisher._log)
+    wait_for_head(publisher._opened.log)
 
 
 def in_parts() -> contextlib.AbstractContextManager[object]:

@@ -11,25 +11,26 @@ import torch
 import torch.distributed as dist
 
 from deltasync.errors import ConfigError
+from deltasync.publish.agreement import Alone
 from deltasync.tensors.bits import is_wrapper, readable
-from deltasync.trainer.ranks import Ranks
+from deltasync.trainer.ranks import connected
 from deltasync.trainer.source import digest_of
 
 
 @contextlib.contextmanager
-def processes(together: bool = True) -> Iterator[Ranks]:
+def processes(together: bool = True) -> Iterator[Alone]:
     """Connect the processes of a trainer for a moment; all of them call this. One that is not `together` asks
     nobody.
     """
     many = together and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-    peers = Ranks(dist.group.WORLD if many else None, timeout_s=600.0)  # for a process that is late
+    peers = connected(dist.group.WORLD if many else None, timeout_s=600.0)  # for a process that is late
     try:
         yield peers
     finally:
         peers.close("has left the trainer's start")
 
 
-def check_replicas(peers: Ranks, model: torch.nn.Module) -> None:
+def check_replicas(peers: Alone, model: torch.nn.Module) -> None:
     """Check that all processes hold the same parameters, of which the main one publishes its own; all of them
     call this.
 

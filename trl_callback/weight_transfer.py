@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -27,6 +27,8 @@ from trl_callback.fleet import Fleet, Pace
 from trl_callback.patience import OPEN_S, RETRIES, PatientStore
 from trl_callback.record import History, VersionRecord
 from trl_callback.tokens import TokenAges
+
+_Value = TypeVar("_Value")
 
 logger = get_logger(__name__)
 
@@ -249,7 +251,7 @@ class DeltaWeightTransfer:
         """
         assert self._model is not None and self.publisher is not None
         self.publish(functools.partial(gather.stream_of, self._model))
-        self.record(ack_s=self.publisher.first(self._wait_in_pace))
+        self.record(ack_s=self._first(self._wait_in_pace))
 
     def resume(self) -> None:
         """Wait until all replicas serve this version or one at most `max_behind` behind it.
@@ -358,8 +360,14 @@ class DeltaWeightTransfer:
         """Whether the store is so far behind that the next version should be skipped. The same in all
         processes.
         """
+        return self._first(self._store.is_behind)
+
+    def _first(self, action: Callable[[], _Value]) -> _Value:
+        """Run an action in the first process that publishes and return its result in all."""
         assert self.publisher is not None
-        return self.publisher.first(self._store.is_behind)
+        agreement = self.publisher.agreement
+        with agreement.inside():
+            return agreement.first(action)
 
     def publish(self, named_tensors: Stream, *, if_changed: bool = False) -> bool:
         """Publish the weights of `step`; `resume` or `record` follows. Return False if `if_changed` and

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from benchmarks.common import say
 from benchmarks.models import change, digests
+from deltasync import Publisher
 from deltasync.channel import keys
-from deltasync.publish import Publisher
 from deltasync.stores import open_store
 
 SIZES = ("0.6b", "tiny")

@@ -6,9 +6,9 @@ from __future__ import annotations
 
 from benchmarks.gpu.machine import Machine
 from benchmarks.gpu.model import Model, positions
+from deltasync.publish.agreement import Alone
 from deltasync.publish.detect import Difference
 from deltasync.publish.shadow import Shadow
-from deltasync.trainer.ranks import Ranks
 from deltasync.trainer.source import Source
 
 
@@ -18,7 +18,7 @@ def measure(machine: Machine, model: Model, changed_fraction: float, copy_rate: 
     `copy_rate` is that of a copy on the device, in bytes read and written per second.
     """
     at_K = positions(model, changed_fraction)
-    source = Source(Ranks(), "keep", None)
+    source = Source(Alone(), "keep", None)
     parts = source.first(model.weights)
     shadow = Shadow.of(source.specs, parts, "device", source.devices)
     found: list[Difference] = []

@@ -91,8 +91,8 @@ class _Case:
         import torch
 
         from benchmarks.gpu.machine import random_bits
+        from deltasync.publish.agreement import Alone
         from deltasync.publish.shadow import Shadow
-        from deltasync.trainer.ranks import Ranks
         from deltasync.trainer.source import Source
 
         self.what, self.device = what, device
@@ -111,7 +111,7 @@ class _Case:
             part = self.flat[first : first + size]
             self.weights[name] = (part if dtype == torch.float32 else part.view(dtype)).view(shape)
             first += size
-        self.source = Source(Ranks(), "bfloat16", None)
+        self.source = Source(Alone(), "bfloat16", None)
         parts = self.source.first(self.weights)
         self.shadow = Shadow.of(self.source.specs, parts, "device", self.source.devices)
         assert self.shadow.size_bytes["device"]

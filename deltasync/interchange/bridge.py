@@ -35,8 +35,8 @@ from deltasync.interchange import version_dirs
 from deltasync.interchange.version_dirs import VersionDir, Weights, bytes_of
 from deltasync.opening import checkpoint
 from deltasync.ops import model_files
-from deltasync.publish import Publisher
 from deltasync.stores import Store, open_store
+from deltasync.trainer import Publisher
 
 logger = logging.getLogger(__name__)
 

@@ -18,13 +18,17 @@ from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ChainError, ChannelInUseError, FormatError, StoreError
 from deltasync.opening.start import replayed
+from deltasync.publish.agreement import Alone, attempt
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.shadow import Shadow
 from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import fingerprint
+<<<<<<< HEAD
 from deltasync.tensors.delta import joined
 from deltasync.trainer.ranks import Ranks, attempt
+=======
+>>>>>>> 5d1b94f8 (One queue uploads for every trainer: what makes versions visible is handed to it, ranks hand the publisher one agreement, and publish imports no trainer, opening or ops)
 
 _WITHOUT_STEP = 16  # versions in a row without a step, or of one step, that are looked at
 _NAMED = 5  # tensors that a message names
@@ -38,12 +42,12 @@ class StepCheck:
     """Checks the first publish of a resumed run. All ranks make one and call it.
 
     Args:
-        ranks: The ranks.
+        ranks: What agrees.
         reader: Reads the channel.
         log: Knows the newest version; at the first rank only.
     """
 
-    def __init__(self, ranks: Ranks, reader: ChannelReader, log: Log | None) -> None:
+    def __init__(self, ranks: Alone, reader: ChannelReader, log: Log | None) -> None:
         self._ranks, self._reader, self._log = ranks, reader, log
 
     def __call__(

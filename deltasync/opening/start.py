@@ -4,7 +4,6 @@ that.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import os
@@ -14,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltasync.channel import anchors, documents, keys, payloads, plan, signing
+from deltasync.channel import anchors, documents, payloads, plan, signing
 from deltasync.channel.documents import Channel, Reference, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -26,7 +25,6 @@ from deltasync.errors import (
     ConfigError,
     CorruptDataError,
     FormatError,
-    StoreError,
 )
 from deltasync.live import LiveMemory, Segment, model_fingerprint
 from deltasync.opening import adapter_base, checkpoint
@@ -34,19 +32,17 @@ from deltasync.opening.acquire import open_channel
 from deltasync.opening.checkpoint import Checkpoint
 from deltasync.opening.owner import check_resume, owner_of
 from deltasync.opening.ranges import Piece
+from deltasync.publish.agreement import Alone, Reader, attempt
 from deltasync.publish.detect import Difference, copied
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance
+from deltasync.publish.ranges import Range, Stream, TensorRange
 from deltasync.publish.shadow import Shadow
 from deltasync.stores import Store, open_store
 from deltasync.stores.base import check_key
-from deltasync.stores.retries import READS, RetryStore, holds, retried
+from deltasync.stores.retries import READS, RetryStore, retried
 from deltasync.tensors import Delta, Sparse, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, signed_view
-from deltasync.threads import each
-from deltasync.trainer.ranks import Range, Ranks, attempt, ranks_of
-from deltasync.trainer.source import Source
-from deltasync.trainer.stream import Stream, TensorRange
 
 logger = logging.getLogger(__name__)
 
@@ -174,49 +170,14 @@ def _has_other_adapter(stored: StoredRecord, files: Mapping[str, bytes]) -> bool
     return ADAPTER_CONFIG in known and not changed.isdisjoint((ADAPTER_CONFIG, adapter_base.FILE))
 
 
-def prove_writes(ranks: Ranks, store: Store, token: str) -> None:
-    """Have each rank store something that the first one reads, before the first step is trained for nothing.
-
-    Raises:
-        StoreError: a rank cannot write.
-        ConfigError: it writes to another place than the first one.
-    """
-    rank = ranks.rank
-    if ranks.size == 1:
-        return
-    proofs = [keys.probe(f"{token}-{other}") for other in range(ranks.size)]
-
-    def write() -> None:
-        try:
-            store.put(proofs[rank], token.encode())
-        except StoreError as error:
-            raise StoreError(f"{store.url} cannot be written from this rank: {error}") from error
-
-    def read() -> None:
-        found = each(proofs, lambda key: holds(store, key, token.encode()), None)
-        wrong = [other for other, holds in enumerate(found) if not holds]
-        if wrong:
-            raise ConfigError(
-                f"Rank 0 cannot read what {ranks_of(wrong).lower()} wrote to {store.url}. Use a directory "
-                "that all hosts "
-                "share, or an object store."
-            )
-
-    try:
-        ranks.all(write)
-        ranks.first(read)
-    finally:
-        with contextlib.suppress(StoreError):  # a trainer may have no right to delete
-            store.delete(proofs[rank])
-
-
 class Start:
     """Compares the first stream with the version that is resumed, or with a checkpoint that everybody has.
 
     Only that stream tells which ranges each rank of a sharded trainer holds, and so has to read.
 
     Args:
-        ranks: The ranks.
+        ranks: What agrees.
+        source: Reads the streams.
         reader: The channel's.
         state: The state of the channel.
         initial: The checkpoint for a new channel. Every rank loads it; the first one decides which commit it
@@ -226,6 +187,7 @@ class Start:
     Attributes:
         channel: The channel's description, once a stream was compared.
         source: Reads the streams.
+        begins_again: Whether a first version that was lost may be a reference again.
         shadow: The bits of this rank's ranges: those of the version that is resumed, or of the reference, or
             of the stream.
         is_resumed: Whether they are those of the version that is resumed.
@@ -237,16 +199,14 @@ class Start:
 
     def __init__(
         self,
-        ranks: Ranks,
+        ranks: Alone,
+        source: Reader,
         reader: ChannelReader,
         state: ChannelState,
         initial: str | Path | None,
         maintenance: Maintenance,
     ) -> None:
-        self.channel = state.channel
-        self.source = Source(
-            ranks, state.settings.dtype, None if state.channel is None else state.channel.specs
-        )
+        self.channel, self.source = state.channel, source
         self.shadow: Shadow | None = None
         self.is_resumed = False
         self.reference: Reference | None = None
@@ -256,6 +216,9 @@ class Start:
             self.initial = ranks.all(lambda: checkpoint.load(reference))
         self._ranks, self._reader, self._state, self._maintenance = ranks, reader, state, maintenance
         self._resumes = bool(state.chain)
+        self.begins_again = self.initial is not None and ranks.size == 1
+        if self.channel is not None and ranks.size == 1:
+            self.resumed(source.held[0])
 
     def compare(self, named_tensors: Stream, *, may_refer: bool) -> Difference:
         """Compare the first stream, and set the attributes. With `may_refer` its version may be a reference.
@@ -398,7 +361,7 @@ def _new_channel(specs: Mapping[str, TensorSpec], dtype: str) -> Channel:
 
 
 def _referred(
-    ranks: Ranks,
+    ranks: Alone,
     initial: Checkpoint,
     specs: Mapping[str, TensorSpec],
     parts: Mapping[str, TensorRange],

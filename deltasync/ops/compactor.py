@@ -22,14 +22,15 @@ from deltasync.errors import ChainError, DeltaSyncError, get_logger
 from deltasync.ops.retention import KeepPolicy
 from deltasync.ops.steps import CODEC, Steps
 from deltasync.ops.watch import JoinPoint, JoinWatch
+from deltasync.publish.agreement import Alone, attempt
 from deltasync.publish.anchor import store_anchor
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance
 from deltasync.publish.pending import Pending
+from deltasync.publish.ranges import Range
 from deltasync.publish.shadow import Weights
 from deltasync.tensors import Delta, Layout
 from deltasync.threads import Workers
-from deltasync.trainer.ranks import Range, Ranks, attempt
 
 logger = get_logger(__name__)
 
@@ -57,7 +58,7 @@ def maintains(
     model_files: Mapping[str, bytes],
     chain: Sequence[StoredRecord],
     anchor_every: int | None,
-    ranks: Ranks,
+    ranks: Alone,
 ) -> Maintenance:
     """Return what maintains a channel at one of the `ranks` as `retention` says.
 
@@ -149,7 +150,7 @@ class Compactor(Maintenance):
         model_files: Mapping[str, bytes],
         chain: Sequence[StoredRecord],
         anchor_every: int | None,
-        ranks: Ranks,
+        ranks: Alone,
     ) -> None:
         self._log, self._model_files = log, model_files
         self._compact_every, self._anchor_every = retention.compact_every, anchor_every
@@ -329,7 +330,7 @@ class Compactor(Maintenance):
 class PartCompactor(Maintenance):
     """Stores the parts of compactions of a rank that is not the first one."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: Alone) -> None:
         self._ranks = ranks
         self._steps: Steps | None = None
         # base of the compaction that follows the running job, and how to store its parts

@@ -21,11 +21,11 @@ from deltasync.publish.anchor import STORED_AT_ONCE
 from deltasync.publish.detect import HostShadow
 from deltasync.publish.encode import encode
 from deltasync.publish.pending import Pending
+from deltasync.publish.ranges import Range
 from deltasync.publish.shadow import held_bytes
 from deltasync.tensors import Delta, Layout, count_below
 from deltasync.tensors.delta import joined, of_tensor
 from deltasync.threads import Workers
-from deltasync.trainer.ranks import Range
 
 CODEC = "packed"
 """Codec of compactions: it decodes without old bits, and is the smaller one where much has changed."""

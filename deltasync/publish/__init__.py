@@ -11,11 +11,26 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltasync.publish.pending import Receipt
-    from deltasync.publish.publisher import Publisher
+    from deltasync.publish.publisher import BasePublisher, Opened
 
-_HOME = {"Publisher": "publisher", "Receipt": "pending"}
+_HOME = {"BasePublisher": "publisher", "Opened": "publisher", "Receipt": "pending"}
 
-__all__ = ["Publisher", "Receipt", "anchor", "detect", "encode", "log", "maintenance", "pending", "shadow"]
+__all__ = [
+    "BasePublisher",
+    "Opened",
+    "Receipt",
+    "agreement",
+    "anchor",
+    "append",
+    "detect",
+    "encode",
+    "log",
+    "maintenance",
+    "pending",
+    "ranges",
+    "shadow",
+    "upload",
+]
 
 
 def __getattr__(name: str) -> Any:

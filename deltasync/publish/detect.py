@@ -16,7 +16,6 @@ from deltasync.errors import CorruptDataError
 from deltasync.kernels import native
 from deltasync.tensors import Delta, Fingerprints, Layout, bounds, fingerprint
 from deltasync.tensors.bits import cast, has_nan, nan_bounds, served_dtype
-from deltasync.trainer.stream import pieces
 
 PIECE_BYTES = 32 << 20
 """Most bytes that cross to the host at once, through pinned memory. A power of two, up to which PyTorch would
@@ -98,6 +97,25 @@ def on_host(held: torch.Tensor, dtype: str) -> Iterator[tuple[int, torch.Tensor]
         if done is not None:
             done.synchronize()
         yield start, room
+
+
+_PIECE = 1 << 20  # elements
+
+
+def pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+    """Yield a tensor in flat pieces on the host, views where possible, each with the index of its first
+    element.
+    """
+    if tensor.numel() <= _PIECE or tensor.is_contiguous():
+        flat = tensor.detach().reshape(-1)
+        for start in range(0, flat.numel(), _PIECE):
+            yield start, flat[start : start + _PIECE].cpu()
+        return
+    row = tensor[0].numel()
+    rows = max(1, _PIECE // row)
+    for number in range(0, len(tensor), rows):
+        for start, piece in pieces(tensor[number : number + rows] if rows > 1 else tensor[number]):
+            yield number * row + start, piece
 
 
 def copied(held: torch.Tensor, dtype: str) -> torch.Tensor:

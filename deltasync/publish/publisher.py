@@ -1,181 +1,123 @@
 """Publish a stream of tensors as the next version of a channel: DETECT (`shadow`), ENCODE (`encode`), PUBLISH
-(`upload`).
+(`upload`, `append`).
 
 `publish` reads the stream and compares it with the shadow, in the caller's thread. Meanwhile an idle uploader
 encodes and stores what changed, group by group. If the uploader falls behind, the changes wait and later ones
 are merged into them: memory stays bounded, and the trainer never waits for the network.
 
-The ranks of a sharded trainer publish together, each what it holds. They agree on each publish: all take it,
-or none.
+Several processes may publish together, each what it holds. They agree on each publish (`agreement`): all take
+it, or none.
 """
 
 from __future__ import annotations
 
-import os
 import time
-import uuid
-from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any, Literal, Self, TypeVar, Unpack
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from deltasync.channel.documents import TokenLag
-from deltasync.channel.reading import ChannelReader
-from deltasync.channel.signing import Trusted
-from deltasync.config import PublisherOptions, PublisherSettings, Retention, token_ages, whole_number
+from deltasync.channel.documents import Channel, Reference, TokenLag
+from deltasync.config import PublisherSettings, token_ages, whole_number
 from deltasync.ending import uninterrupted
 from deltasync.errors import ConfigError, get_logger
-from deltasync.opening.owner import OVERWRITE
-from deltasync.opening.resumed import StepCheck
-from deltasync.opening.start import (
-    ChannelState,
-    Start,
-    check_arguments,
-    open_first,
-    prove_writes,
-    warn_of_growth,
-)
-from deltasync.ops.compactor import maintains
+from deltasync.publish.agreement import Alone, Reader, attempt
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.pending import Pending, Receipt
-from deltasync.publish.shadow import Shadow, collect_weights
-from deltasync.publish.upload import PartQueue, UploadQueue
+from deltasync.publish.ranges import Stream
+from deltasync.publish.shadow import Shadow
+from deltasync.publish.upload import Decision, UploadQueue
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints
 from deltasync.tensors.delta import joined, merge
-from deltasync.threads import Home, OneCaller, let_go
-from deltasync.trainer.ranks import Ranks, attempt
-from deltasync.trainer.stream import Stream
+from deltasync.threads import OneCaller, let_go
 
 logger = get_logger(__name__)
 
-_Value = TypeVar("_Value")
 
+class Beginning(Protocol):
+    """What the first stream is compared with: the version that is resumed, a checkpoint, or nothing.
 
-_UNKNOWN_TIMEOUT_S = 60.0  # for ranks, where the settings that say it are wrong
-
-
-class Publisher:
-    """Writes one channel. One of its methods is called at a time, from any thread; other calls are refused
-    meanwhile.
-
-    A sharded trainer makes one on each rank, all with the same arguments, and calls each method on all ranks.
-    Each rank compares, encodes and uploads what it holds; the version appears when all parts are stored. If
-    one rank raises, all do. Only the first rank needs the keys.
-
-    Args:
-        channel: URL of the channel, or an opened store.
-        model_files: The files beside the weights that make an anchor a checkpoint: a directory with
-            config.json, tokenizer and so on, or the bytes by name. Without them anchors hold weights only.
-        initial: The checkpoint that trainer and replicas start from: a directory, or a model on the Hub as
-            `namespace/name@revision`. The first version of a new channel then is a reference to it and
-            uploads no weights; if the first stream has other bits, these follow as a delta, the second
-            version. Each rank of a `group` reads it.
-        resume: Continue the run that the channel holds; without it a used channel is refused. If the first
-            publish has a `step` that the channel has, the bits must be those that it has; "overwrite"
-            continues with any.
-        owner: The job that publishes, so that it continues the run that it has begun, without `resume`, and
-            no other: an id that stays when the job starts again, such as Slurm's, or a `pathlib.Path` of a
-            file that stays, which is made with a random id. No secret: channel.json names it.
-        retention: How to look after the channel in the background; from the environment if None.
-        group: The ranks of a sharded trainer; None if this process has the whole model.
-        **options: See `PublisherSettings`.
-
-    Raises:
-        ChannelInUseError: the channel holds a run, `resume` was not given, and another owner has begun it.
-        ConfigError: a setting is wrong.
-
-    Examples:
-        >>> with Publisher("file:///data/run") as publisher:
-        ...     receipt = publisher.publish(model.state_dict().items(), step=1)
-        ...     receipt.wait(timeout_s=60).version
-        1
+    Attributes:
+        channel: The channel's description, once a stream was compared.
+        source: Reads the streams.
+        shadow: The bits that a first stream was compared with, or its own.
+        is_resumed: Whether they are those of the version that is resumed.
+        reference: The reference to a checkpoint that the first version is, if it is one.
+        begins_again: Whether a first version that was lost may be a reference again.
     """
 
-    _log: Log | None = None  # at the first rank only
+    channel: Channel | None
+    source: Reader
+    shadow: Shadow | None
+    is_resumed: bool
+    reference: Reference | None
+    begins_again: bool
 
-    def __init__(
-        self,
-        channel: str | os.PathLike[str] | Store,
-        *,
-        model_files: str | Path | Mapping[str, bytes] | None = None,
-        initial: str | Path | None = None,
-        resume: bool | Literal["overwrite"] = False,
-        owner: str | os.PathLike[str] | None = None,
-        retention: Retention | None = None,
-        group: dist.ProcessGroup | None = None,
-        **options: Unpack[PublisherOptions],
+    def compare(self, named_tensors: Stream, *, may_refer: bool) -> Difference:
+        """Compare the first stream, and set the attributes."""
+
+
+class StepCheck(Protocol):
+    """Checks the first publish of a resumed run."""
+
+    def __call__(
+        self, step: int | None, shadow: Shadow | None, found: Difference | None, problem: BaseException | None
     ) -> None:
-        self._home, self._calls = Home("publisher"), OneCaller("publisher")
-        given, problem = attempt(lambda: check_arguments(channel, model_files, retention, resume, options))
-        if group is None and problem is not None:
-            raise problem
-        self._ranks = Ranks(group, _UNKNOWN_TIMEOUT_S if given is None else given[0].peer_timeout_s)
-        try:
-            self._ranks.agree(problem)  # so that all ranks know at once what fails at one
-            assert given is not None
-            settings, chosen, self.store, files = given
-            if retention is None and self._ranks.rank == 0:
-                warn_of_growth(self.store, chosen)
-            self._begin_run(settings, chosen, files, initial, resume, owner)
-        except BaseException:
-            self._ranks.close("could not open its publisher")
-            raise
-        self._ranks.enter(False)
+        """Raise if the channel has other bits of this step, or if there is a `problem`."""
 
-    def _begin_run(
-        self,
-        given: PublisherSettings,
-        retention: Retention,
-        files: Mapping[str, bytes],
-        initial: str | Path | None,
-        resume: bool | Literal["overwrite"],
-        owner: str | os.PathLike[str] | None,
-    ) -> None:
-        def begin() -> tuple[ChannelState, str]:
-            state, self._log = open_first(self.store, given, bool(resume), files, owner)
-            return state, uuid.uuid4().hex
 
-        state, token = self._ranks.first(begin, tuple[ChannelState, str])
-        prove_writes(self._ranks, self.store, token)
-        reader = ChannelReader(self.store, None if state.trusted is None else Trusted(state.trusted))
-        self.settings = state.settings
-        self._run_id, self._version = state.run_id, state.number
-        self._shadow: Shadow | None = None
-        # of the whole tensors, as the shadows of all ranks have them
-        self._agreed: Fingerprints | None = None
+class Opened(NamedTuple):
+    """What a channel was opened with; `deltasync.trainer.Publisher` puts it together.
+
+    Attributes:
+        log: None where another process appends.
+        version: The newest version, 0 if there is none.
+        resumes: Whether the next publish is the first of a resumed run.
+    """
+
+    store: Store
+    settings: PublisherSettings
+    run_id: str
+    version: int
+    resumes: bool
+    agreement: Alone
+    log: Log | None
+    queue: UploadQueue
+    start: Beginning
+    check_step: StepCheck
+
+
+class BasePublisher:
+    """Publishes to a channel that was opened. One of its methods is called at a time, from any thread; other
+    calls are refused meanwhile.
+
+    Attributes:
+        store: The channel's store.
+        settings: As they are in the channel.
+        agreement: What this process agrees with others that publish with it.
+    """
+
+    def __init__(self, opened: Opened) -> None:
+        self._calls = OneCaller("publisher")
+        self._opened, self._start, self._uploader = opened, opened.start, opened.queue
+        self.store, self.settings, self.agreement = opened.store, opened.settings, opened.agreement
+        self._version, self._resumes = opened.version, opened.resumes
+        self._shadow = self._start.shadow
         self._last: Receipt | None = None
         # Whether a publish was interrupted; whether the shadow may have any bits; whether the next version
         # has full weights.
         self._is_interrupted = self._is_torn = self._starts_over = False
         self._is_new = False  # whether the shadow has the bits of a first stream, and no version has them yet
-        self._serial, self._closed = 0, False
-        maintenance = maintains(
-            *(reader, self._log, retention, files, state.chain),
-            *(self.settings.anchor_every, self._ranks),
-        )
-        self._start = Start(self._ranks, reader, state, initial, maintenance)
-        self._check_step = StepCheck(self._ranks, reader, self._log)
-        # whether the next publish is the first of a resumed run
-        self._resumes = bool(state.number) and resume != OVERWRITE
-        self._uploader: UploadQueue | PartQueue
-        if self._log is not None:
-            self._uploader = UploadQueue(self._log, maintenance, self.settings, self._ranks, files)
-        else:
-            self._uploader = PartQueue(self.store, self.settings, self._ranks, maintenance)
-        if state.channel is not None and self._ranks.size == 1:
-            self._shadow = self._start.resumed(self._start.source.held[0])
-            if self._start.is_resumed:
-                self._uploader.resume()
+        self._closed = False
+        self._uploader.full = not self._start.is_resumed
 
     @property
     def run_id(self) -> str | None:
         """The run that the channel holds; None before the first publish to a new channel."""
-        return None if self._start.channel is None else self._run_id
+        return None if self._start.channel is None else self._opened.run_id
 
     @property
     def version(self) -> int:
@@ -185,12 +127,13 @@ class Publisher:
     @property
     def digest(self) -> str | None:
         """Digest of the newest visible version; None before the first, and at all ranks but the first."""
-        return None if self._log is None or self._log.tip is None else self._log.tip.sha256
+        log = self._opened.log
+        return None if log is None or log.tip is None else log.tip.sha256
 
     @property
     def published(self) -> Mapping[int, str]:
         """Digests of the versions that this publisher stored, by number; empty at all ranks but the first."""
-        return {} if self._log is None else self._log.published
+        return {} if self._opened.log is None else self._opened.log.published
 
     @property
     def shadow_bytes(self) -> dict[str, int]:
@@ -227,19 +170,15 @@ class Publisher:
         Raises:
             ModelMismatchError: names, shapes or dtypes are not the channel's. Nothing is published and the
                 shadow is as before, as with any error that the stream or the encoder raises.
-            ChannelInUseError: this is the first publish of a resumed run, and the channel has other bits of
+            ResumeMismatchError: this is the first publish of a resumed run, and the channel has other bits of
                 this step.
             FencedError: another publisher has opened the channel.
             PublishError: another rank failed, or does not answer; nothing was published.
             ConfigError: another method runs, in another thread, or in this one: the call comes from a signal
                 handler or from the stream that is published. Nothing was done.
         """
-        self._home.check()
-        self._calls.begin("publish")
-        try:
+        with self._calls("publish"):
             return self._published(named_tensors, step, token_lag, if_changed)
-        finally:
-            self._calls.end()
 
     @uninterrupted
     def _published(
@@ -249,22 +188,18 @@ class Publisher:
             raise ConfigError("This publisher is closed.")
 
         def numbers() -> tuple[int | None, TokenLag | None]:
-            if step is None and self._ranks.others:
-                raise ConfigError(
-                    "Ranks that publish together name the step, publish(..., step=N): one that left a call "
-                    "out would go "
-                    "unnoticed, and a version would mix the weights of two steps. Nothing was published."
-                )
-            return None if step is None else whole_number(
-                "step", step
-            ), None if token_lag is None else token_ages(token_lag)
+            self.agreement.check_step(step)
+            return (
+                None if step is None else whole_number("step", step),
+                None if token_lag is None else token_ages(token_lag),
+            )
 
         checked, problem = attempt(numbers)
         if self._is_interrupted:
             self._recover()
         try:
             self._is_interrupted = True  # until it ends, or until `_recover` has
-            with self._ranks.inside():
+            with self.agreement.inside():
                 receipt = self._publish(named_tensors, *(checked or (None, None)), problem, if_changed)
         except BaseException:
             self._recover()
@@ -280,28 +215,24 @@ class Publisher:
         problem: BaseException | None,
         if_changed: bool,
     ) -> Receipt:
-        before_s, ranks, uploader, shadow = time.perf_counter(), self._ranks, self._uploader, self._shadow
+        before_s, uploader, shadow = time.perf_counter(), self._uploader, self._shadow
         uploader.pause()
         found: Difference | None = None
         with torch.no_grad():
-            if shadow is None or (ranks.size == 1 and self._start.initial is not None and uploader.is_first):
-                ranks.agree(problem)
+            if shadow is None or self._begins_again:
+                self.agreement.agree(problem)
                 found = self._begin(named_tensors)
             elif problem is None:
-                uploader.warm_up()
+                uploader.finisher.warm_up(uploader)
                 found, problem = attempt(lambda: self._start.source.compare(shadow, named_tensors))
         if self._resumes:
-            self._check_step(step, self._shadow, found, problem)
+            self._opened.check_step(step, self._shadow, found, problem)
             self._resumes = False
-        # The first rank decides: it knows what became of the versions before.
-        version, full, collects, joins = ranks.first(
-            self._decide, tuple[int, bool, bool, bool], problem=problem, same=f"step {step}"
-        )
+        decision = uploader.finisher.decide(uploader, self._starts_over, problem, f"step {step}")
         assert self._shadow is not None and found is not None
-        if joins and isinstance(uploader, PartQueue):
-            uploader.join()
-        jobs = self._jobs(version, found, full=full, collects=collects)
-        if if_changed and self._last is not None and not joins and not full and not jobs[-1].changed:
+        jobs = self._jobs(decision, found)
+        is_same = not decision.joins and not decision.full and not jobs[-1].changed
+        if if_changed and self._last is not None and is_same:
             jobs[-1].drop_weights()
             uploader.unpause()
             return self._last
@@ -327,20 +258,6 @@ class Publisher:
         """
         self._resumes = compares and self._version > 0
 
-    def first(self, action: Callable[[], _Value]) -> _Value:
-        """Run an action on the first rank of a sharded trainer and return its result at all ranks.
-
-        Raises:
-            BaseException: what the action raises; a `DeltaSyncError` with the same message at the others.
-            ConfigError: another method runs (`publish`).
-        """
-        self._calls.begin("first")
-        try:
-            with self._ranks.inside():
-                return self._ranks.first(action)
-        finally:
-            self._calls.end()
-
     def flush(self, timeout_s: float | None = None) -> None:
         """Block until everything published so far is visible.
 
@@ -348,21 +265,17 @@ class Publisher:
             PublishError: as `Receipt.wait` of the last publish, which other threads may call meanwhile.
             ConfigError: another method runs (`publish`).
         """
-        self._home.check()
-        self._calls.begin("flush")
-        try:
+        with self._calls("flush"):
             self._flush(timeout_s)
-        finally:
-            self._calls.end()
 
     def _flush(self, timeout_s: float | None = None) -> None:
         if self._last is not None:
-            with self._ranks.inside():
+            with self.agreement.inside():
                 try:
                     self._last.wait(timeout_s)
                 finally:
-                    if self._last.done and self._ranks.rank == 0:
-                        self._ranks.wait_until_seen()
+                    if self._last.done:
+                        self.agreement.wait_until_seen()
 
     def close(self) -> None:
         """Finish the uploads and end. Later calls of `publish` are refused.
@@ -374,12 +287,8 @@ class Publisher:
             PublishError: the last version did not become visible.
             ConfigError: another method runs (`publish`). The publisher stays open.
         """
-        self._home.check()
-        self._calls.begin("close")
-        try:
+        with self._calls("close"):
             self._close()
-        finally:
-            self._calls.end()
 
     def _close(self) -> None:
         if self._closed:
@@ -389,11 +298,11 @@ class Publisher:
         if self._is_interrupted:
             self._recover()
         try:
-            with self._ranks.inside():
+            with self.agreement.inside():
                 self._uploader.close()
             self._flush()
         finally:
-            self._ranks.close()
+            self.agreement.close()
 
     def __repr__(self) -> str:
         return f"Publisher({self.store.url!r}, version={self._version})"
@@ -409,16 +318,14 @@ class Publisher:
                 raise
             logger.exception("The last version was not published.")
 
-    def _decide(self) -> tuple[int, bool, bool, bool]:
-        """First rank: return the next version's number, whether it has full weights, whether the ranks
-        collect full weights for it or for an anchor beside it, and whether it joins a waiting job.
+    @property
+    def _begins_again(self) -> bool:
+        """Whether the next version is the channel's first one, after an attempt that was lost, and may refer
+        to a checkpoint.
         """
-        uploader = self._uploader
-        assert isinstance(uploader, UploadQueue)
-        number, full = uploader.base(joins=not self._starts_over)
-        full = full or self._starts_over
-        collects = self._ranks.size > 1 and (full or uploader.maintenance.is_due(number))
-        return number, full, collects, uploader.joined is not None
+        log = self._opened.log
+        is_first = log is not None and log.next_version == 1
+        return self._start.begins_again and is_first and self._uploader.is_lost
 
     def _begin(self, named_tensors: Stream) -> Difference:
         """Compare the first stream with the version before, or with the reference that this is."""
@@ -426,69 +333,76 @@ class Publisher:
         self._shadow = None
         found = start.compare(named_tensors, may_refer=may_refer)
         if start.is_resumed:
-            self._uploader.resume()
-        self._shadow, self._agreed, self._is_new = start.shadow, None, not start.is_resumed
+            self._uploader.full = False
+        self._shadow, self._is_new = start.shadow, not start.is_resumed
+        self.agreement.forget()
         return found
 
-    def _jobs(self, version: int, found: Difference, *, full: bool, collects: bool) -> list[Pending]:
-        """Agree with all ranks on the fingerprints, and apply the difference.
+    def _jobs(self, decision: Decision, found: Difference) -> list[Pending]:
+        """Agree on the fingerprints, and apply the difference.
 
         Return the version's job, and before it that of the reference that it builds on.
 
         Raises:
-            PublishError: a rank is lost.
-            OSError: the disk is full, with the full weights of a sharded trainer.
+            PublishError: another process is lost.
+            OSError: the disk is full, with full weights that were collected.
         """
+        serial, version, full, collects, _ = decision
         shadow, waiting, channel = self._shadow, self._uploader.joined, self._start.channel
         reference, self._start.reference = self._start.reference, None
         assert shadow is not None and channel is not None
         if full and reference is None:  # by then they may be wrong, which is why the weights follow in full
             shadow.forget_fingerprints()
-            self._agreed = None
-        pieces = found.pieces
-        if waiting is not None and not full and waiting.pieces and pieces:
-            pieces = [merge([waiting.delta, joined(pieces, shadow.layout)])]
-        elif waiting is not None and not full:
-            pieces = [*waiting.pieces, *pieces]
-        gains = found.gains
+            self.agreement.forget()
+        pieces, gains = found.pieces, found.gains
         if waiting is not None and not full:
+            if waiting.pieces and pieces:
+                pieces = [merge([waiting.delta, joined(pieces, shadow.layout)])]
+            else:
+                pieces = [*waiting.pieces, *pieces]
             gains = {
                 width: gain_T + waiting.gains.get(width, np.zeros_like(gain_T))
                 for width, gain_T in gains.items()
             }
             gains = {**waiting.gains, **gains}
-        fingerprints: Fingerprints | None = None
-        changed = sum(delta.changed for delta in pieces)
-        if self._ranks.size > 1:
-            changed, fingerprints = self._agree(changed, found)
-        elif not full or reference is not None:
-            # else the uploader computes them, so that the trainer does not wait
-            fingerprints = shadow.fingerprints.with_gains(found.gains)
+        changed, fingerprints = self.agreement.totals(
+            shadow, found, sum(delta.changed for delta in pieces), needed=not full or reference is not None
+        )
         if found.pieces:
             self._uploader.wait_released()
             self._is_torn = True
             shadow.apply(found)  # before weights are collected, which are the new ones
         jobs: list[Pending] = []
-
-        def job(**fields: Any) -> Pending:
-            self._serial += 1
-            return Pending(serial=self._serial, version=version, channel=channel, shadow=shadow, **fields)
-
         if reference is not None:
             known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
             jobs = [
-                job(full=True, reference=reference, fingerprints=Fingerprints.by_name(shadow.layout, known))
+                Pending(
+                    serial=serial,
+                    version=version,
+                    channel=channel,
+                    shadow=shadow,
+                    full=True,
+                    reference=reference,
+                    fingerprints=Fingerprints.by_name(shadow.layout, known),
+                )
             ]
             if not changed:
                 return jobs
-            version, full, collects = 2, False, False
+            serial, version, full, collects = serial + 1, 2, False, False
         weights = None
         if collects:
             assert fingerprints is not None
-            weights = collect_weights(
-                self._ranks, shadow, channel.specs, self._start.source.held, fingerprints
-            )
-        made = job(full=full, weights=weights, collected=collects, fingerprints=fingerprints)
+            weights = self.agreement.weights(shadow, channel.specs, self._start.source.held, fingerprints)
+        made = Pending(
+            serial=serial,
+            version=version,
+            channel=channel,
+            shadow=shadow,
+            full=full,
+            weights=weights,
+            collected=collects,
+            fingerprints=fingerprints,
+        )
         if not full:
             made.changed, made.pieces, made.gains = changed, pieces, gains
         if waiting is not None:  # the new job answers its receipts too
@@ -500,41 +414,18 @@ class Publisher:
             )
         return [*jobs, made]
 
-    def _agree(self, changed: int, found: Difference) -> tuple[int, Fingerprints]:
-        """Return the sum over all ranks of a number, and the fingerprints of the whole tensors after a
-        difference.
-
-        The first time the ranks exchange their shares; later what these gain, which costs a bit for a tensor
-        that gains nothing.
-        """
-        shadow, before = self._shadow, self._agreed
-        assert shadow is not None
-        layout = shadow.layout
-        zeros = Fingerprints(
-            layout, {w: np.zeros(len(vector.specs), np.uint64) for w, vector in layout.vectors.items()}
-        )
-        shares = shadow.fingerprints.with_gains(found.gains)
-        added = shares if before is None else zeros.with_gains(found.gains)
-        changed, new, *sums = self._ranks.agree(None, changed, before is None, *added.values())
-        if new and new != self._ranks.size:  # a rank has lost count
-            before, sums = None, self._ranks.agree(None, *shares.values())
-        gains = Fingerprints.by_name(layout, dict(zip(layout.specs, sums, strict=True)))
-        self._agreed = (zeros if before is None else before).with_gains(gains.of)
-        return changed, self._agreed
-
     def _recover(self) -> None:
         """Clean up after a failed or interrupted publish.
 
         A waiting job goes on. If the shadow may have any bits, the next version has full weights.
         """
-        self._uploader.let_go()
         if self._shadow is not None:
             let_go(self._shadow.lock)
-        if self._is_torn or self._ranks.rank:
-            self._uploader.drop()  # which would be encoded from other bits than its own
+        self._uploader.recover(is_torn=self._is_torn)
         if self._is_torn:
-            self._starts_over, self._agreed = True, None
-        if self._is_new or (self._is_torn and self._ranks.size == 1):
+            self._starts_over = True
+            self.agreement.forget()
+        if self._is_new:
             self._shadow = None
         self._is_torn = self._is_new = False
         self._uploader.unpause()

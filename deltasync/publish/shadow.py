@@ -10,12 +10,8 @@ from __future__ import annotations
 
 import functools
 import itertools
-import mmap
-import os
-import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -28,11 +24,10 @@ from deltasync.errors import CorruptDataError, get_logger
 from deltasync.kernels import native
 from deltasync.kernels.backend import accelerator
 from deltasync.publish.detect import Difference, HostShadow, Looks, copied, looks_of
+from deltasync.publish.ranges import Range, TensorRange
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, signed_view
 from deltasync.tensors.delta import merge
-from deltasync.trainer.ranks import Range, Ranks
-from deltasync.trainer.stream import TensorRange
 
 logger = get_logger(__name__)
 
@@ -379,77 +374,3 @@ class Weights(NamedTuple):
         """Return the weights that a shadow with the whole model holds now; it may advance meanwhile."""
         snapshot = shadow.snapshot()
         return cls(anchors.taken_files(shadow.specs, snapshot.take, limits.WEIGHT_FILE_BYTES), snapshot.close)
-
-
-def collect_weights(
-    ranks: Ranks,
-    shadow: Shadow,
-    specs: Mapping[str, TensorSpec],
-    held: Sequence[Mapping[str, Range]],
-    fingerprints: Mapping[str, int],
-) -> Weights | None:
-    """Collect the weight files of a sharded trainer in a temporary directory of the first rank; return None
-    at the others.
-
-    All ranks call this. `specs` and `fingerprints` are of the whole tensors, in the same order on all ranks;
-    `held` has the ranges of each rank.
-
-    Raises:
-        OSError: the first rank's disk is full; then all ranks raise.
-        PublishError: a rank did not answer.
-    """
-
-    def take(name: str, out_N: np.ndarray | None) -> int:
-        ranks.collect(shadow.bits[name], [ranges[name] for ranges in held], out_N)
-        return fingerprints[name]
-
-    if ranks.rank:
-        for name in specs:
-            take(name, None)
-        ranks.agree(None)
-        return None
-    folder, paths = tempfile.TemporaryDirectory(prefix="deltasync-"), list[Path]()
-    problem: OSError | None = None
-
-    def room(name: str, size: int) -> np.ndarray:
-        nonlocal problem
-        if problem is None:
-            try:
-                return _mapped(Path(folder.name, name), size)
-            except OSError as error:
-                problem = error
-        return np.empty(size, np.uint8)  # the others go on sending
-
-    try:
-        for name, data in anchors.taken_files(specs, take, limits.WEIGHT_FILE_BYTES, room):
-            paths.append(Path(folder.name, name))
-            if problem is None and not paths[-1].exists():
-                try:
-                    paths[-1].write_bytes(data)
-                except OSError as error:
-                    problem = error
-        ranks.agree(problem)
-    except BaseException:
-        folder.cleanup()
-        raise
-    return Weights(((path.name, _read(path)) for path in paths), folder.cleanup)
-
-
-def _mapped(path: Path, size: int) -> np.ndarray:
-    """Return the bytes of a new file on the disk, which the system writes and drops from memory as it likes.
-
-    Raises:
-        OSError: the disk has no room for them; nothing of it would be known while the bytes are set.
-    """
-    with path.open("xb+") as file:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(file.fileno(), 0, size)
-        else:
-            file.truncate(size)
-        return np.frombuffer(mmap.mmap(file.fileno(), size), np.uint8)
-
-
-def _read(path: Path) -> memoryview:
-    """Return the bytes of a file, which are read as they are used."""
-    with path.open("rb") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))

@@ -28,17 +28,14 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from deltasync.errors import ConfigError, PublishError, StoreError, error_of, get_logger
+from deltasync.publish.agreement import Alone, attempt
+from deltasync.publish.ranges import Range
 from deltasync.tensors.fingerprint import MASK
 from deltasync.threads import daemon
 
 logger = get_logger(__name__)
 
 _Value = TypeVar("_Value")
-
-Range = tuple[int, int]
-"""The elements of a flat checkpoint tensor that a rank holds: index of the first one, and of the one behind
-the last.
-"""
 
 BEAT_S = 1.0
 SILENCE_S = 60.0
@@ -54,9 +51,8 @@ ENDED = "has ended its process"
 WAY_ON = "This publisher can publish no more: end all ranks, start them again, and open the channel with resume=True."
 
 
-class Ranks:
-    """All ranks that publish together. Every rank of a group makes one, at the same time; a single rank asks
-    nobody.
+class Ranks(Alone):
+    """All ranks that publish together. Every rank of a group makes one, at the same time; see `connected`.
 
     `first`, `share`, `agree`, `all` and `collect` are called on all ranks, in the same order. They raise
     PublishError if a rank is lost or does not come; then this publisher can publish no more. `say` to
@@ -70,15 +66,16 @@ class Ranks:
     Attributes:
         rank: This process's rank. Rank 0, the first, writes records.
         others: All ranks but the first.
+        name: Random, the same at all ranks.
         moved_s: Tells the other ranks when the uploads of this one last advanced.
 
     Raises:
-        ConfigError: this process is not in the group.
         PublishError: a rank did not come in time; names it.
     """
 
-    def __init__(self, group: dist.ProcessGroup | None = None, timeout_s: float = 0.0) -> None:
-        self.rank, self.size, self.others = 0, 1, range(0)
+    keeps = False
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self._timeout_s, self._lost = timeout_s, ""
         self._store: Any = None
         self._weights: dist.ProcessGroupGloo | None = None  # carries full weights
@@ -88,24 +85,15 @@ class Ranks:
         self._hosts: dict[int, str] = {}
         self._ending, self._lock = threading.Event(), threading.Lock()
         self._is_inside, self._is_leaving, self._is_stopped = True, False, False
-        self.moved_s: Callable[[], float] = float
-        if group is None:
-            return
-        if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
-            raise ConfigError(
-                f"Rank {dist.get_rank()} is not in the group that it publishes with. Give it a group of its "
-                "own."
-            )
         self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        if self.size == 1:
-            return
         self.others = range(1, self.size)
         self._group_store = cast("Any", group.get_group_store())
         self._global = [dist.get_global_rank(group, rank) for rank in range(self.size)]
         # One connection for all threads, none of which blocks on it. Those of others may wait on the group's
         # for long.
         connection = self._group_store.clone()
-        self._prefix = f"deltasync/{self._meet(PrefixStore('deltasync', connection))}"
+        self.name = self._meet(PrefixStore("deltasync", connection))
+        self._prefix = f"deltasync/{self.name}"
         self._store = PrefixStore(self._prefix, connection)
         pid = _process(str(os.getpid()))
         self._store.set(f"host/{self.rank}", f"{_host()} {pid}" if pid else "")
@@ -194,8 +182,6 @@ class Ranks:
                 raise problem
             return same, None if self.rank else action()
 
-        if self.size == 1:
-            return given()[1]  # type: ignore[return-value]
         found = self.share(given, tuple[str | None, kind | None])
         for rank, (other, _) in enumerate(found):
             if other != found[0][0]:
@@ -209,7 +195,7 @@ class Ranks:
         """Run an action on each rank and return the results of all of them, by rank. Raises as `agree`."""
         value, problem = attempt(action)
         answer = self._agreed(value, problem, lambda said: _encoded([msgspec.Raw(each) for each in said]))
-        return [value] if self.size == 1 else msgspec.msgpack.decode(answer, type=list[kind])  # type: ignore[list-item]
+        return msgspec.msgpack.decode(answer, type=list[kind])
 
     def agree(self, problem: BaseException | None, *numbers: int) -> list[int]:
         """Return the sums of numbers over all ranks, modulo 2**64, if no rank has a problem.
@@ -224,9 +210,7 @@ class Ranks:
             return _encoded(sum(found, np.zeros_like(values)).tobytes())
 
         answer = self._agreed(values.tobytes(), problem, add)
-        if self.size > 1:
-            values = np.frombuffer(msgspec.msgpack.decode(answer, type=bytes), np.uint64)
-        return values.tolist()
+        return np.frombuffer(msgspec.msgpack.decode(answer, type=bytes), np.uint64).tolist()
 
     def all(self, action: Callable[[], _Value]) -> _Value:
         """Run an action on each rank and return its result at this one. Raises as `agree` if it fails at any
@@ -292,10 +276,8 @@ class Ranks:
         beside it.
         """
         with contextlib.suppress(RuntimeError):  # the first rank's process has ended, and with it the store
-            described = None if problem is None else _described(problem)
-            self._store.set(
-                f"{what}/{serial}/{self.rank}", _encoded((described, None if described else value))
-            )
+            said = (None, value) if problem is None else (described(problem), None)
+            self._store.set(f"{what}/{serial}/{self.rank}", _encoded(said))
 
     def answers(self, what: str, serial: int, kind: Any) -> list[Any]:
         """First rank: wait for the answers of the others, of this type.
@@ -339,9 +321,9 @@ class Ranks:
         """Return what the first rank makes of the values of all ranks, if none has a problem; raise that at
         all of them.
         """
-        encoded = answer = b""
-        if problem is None and self.size > 1:
-            encoded, problem = attempt(lambda: _encoded(value))  # type: ignore[assignment]
+        encoded: bytes | None = b""
+        if problem is None:
+            encoded, problem = attempt(lambda: _encoded(value))
 
         def decide(said: list[bytes]) -> bytes:
             found = [msgspec.msgpack.decode(each, type=tuple[tuple[str, str] | None, bytes]) for each in said]
@@ -350,15 +332,14 @@ class Ranks:
                     return _encoded(((failure[0], f"Rank {rank} failed: {failure[1]}"), b""))
             return _encoded((None, combine([each for _, each in found])))
 
-        if self.size > 1:
-            said = _encoded((None if problem is None else _described(problem), encoded))
-            failure, answer = msgspec.msgpack.decode(
-                self._exchange(said, decide), type=tuple[tuple[str, str] | None, bytes]
-            )
-            if problem is None and failure is not None:
-                raise error_of(*failure, PublishError)
+        said = _encoded((None if problem is None else described(problem), encoded or b""))
+        failure, answer = msgspec.msgpack.decode(
+            self._exchange(said, decide), type=tuple[tuple[str, str] | None, bytes]
+        )
         if problem is not None:
             raise problem
+        if failure is not None:
+            raise error_of(*failure, PublishError)
         return answer
 
     def _exchange(self, value: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
@@ -523,14 +504,20 @@ def _leave_all() -> None:
             PrefixStore(_LEFT, _world_store()).set(str(dist.get_rank()), "")
 
 
-def attempt(action: Callable[[], _Value]) -> tuple[_Value | None, BaseException | None]:
-    """Return the result of an action or its exception, so that the other ranks hear of it before this one
-    raises.
+def connected(group: dist.ProcessGroup | None, timeout_s: float, kind: type[Ranks] = Ranks) -> Alone:
+    """Return what the ranks of a group agree by; a single process asks nobody.
+
+    Raises:
+        ConfigError: this process is not in the group.
+        PublishError: a rank did not come in time; names it.
     """
-    try:
-        return action(), None
-    except BaseException as error:  # noqa: BLE001 - raised by `Ranks.agree`
-        return None, error
+    if group is None:
+        return Alone()
+    if not isinstance(group, dist.ProcessGroup) or dist.get_rank(group) < 0:
+        raise ConfigError(
+            f"Rank {dist.get_rank()} is not in the group that it publishes with. Give it a group of its own."
+        )
+    return Alone() if dist.get_world_size(group) == 1 else kind(group, timeout_s)
 
 
 def ranks_of(ranks: Any) -> str:
@@ -562,7 +549,8 @@ def _encoded(value: object) -> bytes:
     return msgspec.msgpack.encode(value)
 
 
-def _described(error: BaseException) -> tuple[str, str]:
+def described(error: BaseException) -> tuple[str, str]:
+    """Return the class and the message of an error, for other ranks."""
     text = str(error) if isinstance(error, Exception) else f"it was ended by {type(error).__name__}"
     return type(error).__name__, (text or type(error).__name__).encode(errors="replace").decode()
 

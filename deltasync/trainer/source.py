@@ -18,16 +18,14 @@ import torch.distributed as dist
 
 from deltasync.errors import ConfigError, ModelMismatchError, get_logger
 from deltasync.kernels import native
-from deltasync.publish.detect import Difference, Looks, copied, looks_of
+from deltasync.publish.agreement import Alone
+from deltasync.publish.detect import Difference, Looks, copied, looks_of, pieces
+from deltasync.publish.ranges import Range, Stream, TensorRange, Tensors
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors import TensorSpec, check_specs, fingerprint
 from deltasync.tensors.bits import bits_of, readable, served_name
-from deltasync.trainer.ranks import Range, Ranks
 from deltasync.trainer.stream import (
     MARKS,
-    Stream,
-    TensorRange,
-    Tensors,
     check_alike,
     check_ignored,
     empty_like,
@@ -35,7 +33,6 @@ from deltasync.trainer.stream import (
     gathered_places,
     pair_of,
     part_of,
-    pieces,
     places,
     stays,
     tensors_of,
@@ -71,7 +68,7 @@ class Source:
     names.
 
     Args:
-        ranks: The ranks.
+        ranks: What agrees.
         dtype: The rule of served dtypes.
         specs: The tensors of the channel, None if there is none yet.
 
@@ -82,7 +79,7 @@ class Source:
         are_copies: Whether what `first` returned are copies on the host.
     """
 
-    def __init__(self, ranks: Ranks, dtype: str, specs: Mapping[str, TensorSpec] | None) -> None:
+    def __init__(self, ranks: Alone, dtype: str, specs: Mapping[str, TensorSpec] | None) -> None:
         self.specs, self._known = dict(specs or {}), specs is not None
         self.held: list[dict[str, Range]] = [
             {name: (0, spec.element_count) for name, spec in self.specs.items()}

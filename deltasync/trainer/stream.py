@@ -11,7 +11,6 @@ rounding boundary.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 import sys
@@ -24,39 +23,10 @@ from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.publish.ranges import Stream as Stream
+from deltasync.publish.ranges import Tensor, Tensors
+from deltasync.publish.ranges import TensorRange as TensorRange
 from deltasync.tensors.bits import address_of, cast, dtype_for, is_wrapper, readable
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class TensorRange:
-    """A range of a checkpoint tensor, for trainers that shard in another way than those that `part_of` knows.
-
-    Attributes:
-        held: The elements, row-major; any shape, device and floating dtype, may be empty. May be a wrapper
-            subclass.
-        start: Flat index of the first of them in the whole tensor.
-        shape: The whole tensor's shape.
-    """
-
-    held: torch.Tensor
-    start: int
-    shape: tuple[int, ...]
-
-    @property
-    def stop(self) -> int:
-        """Flat index behind the last element."""
-        return self.start + self.held.numel()
-
-
-Tensor = torch.Tensor | TensorRange
-Tensors = Iterable[tuple[str, Tensor]]
-Stream = torch.nn.Module | Mapping[str, Tensor] | Tensors | Callable[[], Tensors]
-"""A module, for its `module_tensors`; a mapping of names to tensors; pairs of name and tensor; or a function
-that returns those, called when they are read.
-
-A mapping, its items or a list keep their tensors until the publish returns; they are compared together.
-Anything else, such as a generator, may free or overwrite a tensor as soon as the next one is asked for.
-"""
 
 
 def tensors_of(stream: Stream) -> Tensors:
@@ -459,25 +429,6 @@ def places(tensor: torch.Tensor) -> set[int]:
         return set()
     inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
     return {place for each in inner if isinstance(each, torch.Tensor) for place in places(each)}
-
-
-_PIECE = 1 << 20  # elements
-
-
-def pieces(tensor: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield a tensor in flat pieces on the host, views where possible, each with the index of its first
-    element.
-    """
-    if tensor.numel() <= _PIECE or tensor.is_contiguous():
-        flat = tensor.detach().reshape(-1)
-        for start in range(0, flat.numel(), _PIECE):
-            yield start, flat[start : start + _PIECE].cpu()
-        return
-    row = tensor[0].numel()
-    rows = max(1, _PIECE // row)
-    for number in range(0, len(tensor), rows):
-        for start, piece in pieces(tensor[number : number + rows] if rows > 1 else tensor[number]):
-            yield number * row + start, piece
 
 
 BLOCK = 128

@@ -215,7 +215,7 @@ def test_a_version_with_other_bits_than_it_promises_is_rolled_back_by_both(
     assert "did not give the published bits" in refused_push(server, {})
     assert (live_bits(server), greedy(server)) == (before, tokens)
     assert server.publisher is not None
-    server.publisher._uploader.maintenance._anchor_every = 1  # type: ignore[union-attr]
+    server.publisher._uploader.finisher.maintenance._anchor_every = 1  # type: ignore[union-attr]
     server.publish()
     server.settle()
     push(server, None)

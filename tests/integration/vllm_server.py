@@ -206,7 +206,7 @@ class Server:
         give.
         """
         assert self.publisher is not None
-        log = self.publisher._log
+        log = self.publisher._opened.log
         append = log.append
 
         def lying_append(record: Record, payload: Encoded | None) -> StoredRecord:
@@ -243,7 +243,7 @@ class Server:
         if self.publisher is None:
             self.assert_serves(self.publish())
         assert self.publisher is not None
-        maintenance = self.publisher._uploader.maintenance  # type: ignore[union-attr]
+        maintenance = self.publisher._uploader.finisher.maintenance  # type: ignore[union-attr]
         every, maintenance._anchor_every = maintenance._anchor_every, 1
         self.step()
         self.assert_serves(self.publish())

@@ -146,7 +146,10 @@ class Trainer:
         with self._patched(), self.open(store) as publisher:
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
-                for thread in (publisher._uploader._worker, publisher._uploader.maintenance._workers):  # type: ignore[union-attr]
+                for thread in (
+                    publisher._uploader._worker,
+                    publisher._uploader.finisher.maintenance._workers,
+                ):  # type: ignore[union-attr]
                     thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time
         passed.send(store.passed)
 

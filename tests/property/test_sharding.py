@@ -18,11 +18,11 @@ from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.kernels import native
 from deltasync.ops.steps import Steps
 from deltasync.publish.detect import Difference
+from deltasync.publish.ranges import Range
 from deltasync.publish.shadow import Shadow, Snapshot
 from deltasync.tensors import Delta, TensorSpec, fingerprint
 from deltasync.tensors.bits import tensor_of
 from deltasync.tensors.delta import joined, merge
-from deltasync.trainer.ranks import Range
 from deltasync.trainer.source import check_coverage
 from tests import deltas, strategies
 

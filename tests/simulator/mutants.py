@@ -182,12 +182,12 @@ MUTANTS = {
         "after",
     ),
     "a part is not waited for": Mutant(
-        "deltasync.publish.upload", "[future.result() for future in stored] + others", "others", "parts"
+        "deltasync.publish.append", "[future.result() for future in stored] + others", "others", "parts"
     ),
     "a lost version is built on": Mutant(
-        "deltasync.publish.upload",
-        "self.full, self._running = True, None",
-        "self.full, self._running = False, None",
+        "deltasync.publish.append",
+        "queue.full, queue.running = True, None",
+        "queue.full, queue.running = False, None",
         "refused parts",
     ),
     "folders of a lost version are used again": Mutant(
@@ -231,7 +231,7 @@ MUTANTS = {
         at_night=True,
     ),
     "other ranks' parts are left out": Mutant(
-        "deltasync.publish.upload",
+        "deltasync.publish.append",
         "others = [file for files in answers for file in files]",
         "others = list[File]()",
         "job parts",

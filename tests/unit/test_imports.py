@@ -22,23 +22,13 @@ PACKAGES = ("deltasync", "vllm_plugin", "sglang_plugin", "mlx_plugin", "trl_call
 # Each room imports from itself and from rooms before it in these lists, by what their `__init__` offers in
 # `__all__`: names, and modules that are entered as a whole. A new room gets a place here.
 CORE = ("tensors", "kernels", "codec", "stores", "channel", "live", "publish", "following")
-WINGS = ("clouds", "gpu", "trainer", "opening", "serve", "ops", "interchange")
+WINGS = ("clouds", "gpu", "opening", "serve", "ops", "trainer", "interchange")
 ROOMS = (*CORE, *WINGS)
 # What the core still imports of its wings. Nothing comes to it.
 KNOWN = {
     "channel.payloads opening.checkpoint",
     "channel.payloads opening.ranges",
     "following.replica opening.checkpoint",
-    "publish.detect trainer.stream",
-    "publish.publisher opening.owner",
-    "publish.publisher opening.resumed",
-    "publish.publisher opening.start",
-    "publish.publisher ops.compactor",
-    "publish.publisher trainer.ranks",
-    "publish.publisher trainer.stream",
-    "publish.shadow trainer.ranks",
-    "publish.shadow trainer.stream",
-    "publish.upload trainer.ranks",
 }
 TWICE = {"Delta"}  # a name of two classes still
 FOR_ALL = ("errors", "config", "limits", "threads", "ending")

@@ -344,7 +344,7 @@ def test_a_writer_of_a_lost_epoch_stops_whatever_digits_the_other_drew(
     def publish(publisher: Publisher) -> None:
         weights["w"] += 1
         publisher.publish(weights.items()).wait(60)
-        log = publisher._log
+        log = publisher._opened.log
         assert log is not None
         wait_until(lambda: not log.busy)  # head follows
 

@@ -26,7 +26,6 @@ CALLS: dict[str, Callable[[Publisher, Weights], object]] = {
     "publish": lambda publisher, weights: publisher.publish(weights, step=99),
     "flush": lambda publisher, _: publisher.flush(),
     "close": lambda publisher, _: publisher.close(),
-    "first": lambda publisher, _: publisher.first(int),
 }
 
 
@@ -193,7 +192,7 @@ def test_a_call_that_an_interrupt_ended_before_it_could_say_so_is_forgotten() ->
     calls, kept = OneCaller("publisher"), []
 
     def begin_only(name: str) -> None:
-        calls.begin(name)
+        calls(name).__enter__()
         raise Interrupted  # where `end` was to follow
 
     for name in ("publish", "flush"):
@@ -201,12 +200,13 @@ def test_a_call_that_an_interrupt_ended_before_it_could_say_so_is_forgotten() ->
             begin_only(name)
         except Interrupted as error:
             kept.append(error)  # and with it the frame
-    calls.begin("close")
+    closing = calls("close")
+    closing.__enter__()
     with pytest.raises(ConfigError, match=r"publish\(\) of a publisher was called inside of its close\(\)"):
         begin_only("publish")
-    calls.end()
-    calls.begin("publish")
-    calls.end()
+    closing.__exit__()
+    with calls("publish"):
+        pass
 
 
 def test_a_replica_that_is_called_inside_of_its_own_step_refuses(memory_url: str) -> None:

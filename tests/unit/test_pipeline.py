@@ -317,10 +317,10 @@ def test_connections_that_were_idle_are_opened_again_at_the_beginning_of_a_publi
     first, second, third = states(3)
     with Publisher(store) as publisher:
         publisher.publish(first.items()).wait(60)
-        publisher._log.close()  # type: ignore[union-attr]  # head is there, and is not read again
-        monkeypatch.setattr(publisher._log.head, "follow", lambda: None)
+        publisher._opened.log.close()  # type: ignore[union-attr]  # head is there, and is not read again
+        monkeypatch.setattr(publisher._opened.log.head, "follow", lambda: None)
         for weights, idle_s in ((second, 60.0), (third, 0.0)):
-            publisher._uploader._used_s -= idle_s  # type: ignore[union-attr]
+            publisher._uploader.finisher._used_s -= idle_s  # type: ignore[union-attr]
             store.calls.clear()
 
             def stream(

@@ -135,7 +135,7 @@ def test_a_version_that_was_told_is_the_only_request_and_several_are_one_commit(
                     for _ in range(count):
                         weights["w"][:2] += 1
                         receipt = publisher.publish(weights.items()).wait(60)
-                        tip = publisher._log.tip  # type: ignore[union-attr]
+                        tip = publisher._opened.log.tip  # type: ignore[union-attr]
                         assert tip is not None and tip.version == receipt.version
                         watched.bell.ring(ObjectInfo(tip.key, receipt.payload_bytes))
                         told.add(ObjectInfo(tip.key, receipt.payload_bytes))

@@ -311,7 +311,7 @@ def test_versions_that_cannot_be_uploaded_in_time_coalesce(store: FaultyStore, c
     for step in range(2, 7):
         receipts.append(publisher.publish(states[step].items(), step=step))
         # the only one beside the one under way
-        assert [job.version for job in publisher._uploader._waiting] == [3]
+        assert [job.version for job in publisher._uploader.waiting] == [3]
     assert [receipt.version for receipt in receipts] == [2, 3, 3, 3, 3, 3]
     assert [receipt.coalesced for receipt in receipts] == [1, 1, 2, 3, 4, 5]
     assert not any(receipt.done for receipt in receipts)
