@@ -24,11 +24,7 @@ from deltasync.publish.log import Log
 from deltasync.publish.shadow import Shadow
 from deltasync.stores.base import ObjectInfo
 from deltasync.tensors import fingerprint
-<<<<<<< HEAD
 from deltasync.tensors.delta import joined
-from deltasync.trainer.ranks import Ranks, attempt
-=======
->>>>>>> 5d1b94f8 (One queue uploads for every trainer: what makes versions visible is handed to it, ranks hand the publisher one agreement, and publish imports no trainer, opening or ops)
 
 _WITHOUT_STEP = 16  # versions in a row without a step, or of one step, that are looked at
 _NAMED = 5  # tensors that a message names

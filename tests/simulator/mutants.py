@@ -222,6 +222,25 @@ MUTANTS = {
         "joined(pieces, shadow.layout)",
         "hung",
     ),
+    "the shadow moves before the ranks agree": Mutant(
+        "deltasync.publish.publisher",
+        "        decision = uploader.finisher.decide(",
+        "        if shadow is not None and found is not None and found.pieces:\n"
+        "            before = shadow.fingerprints\n"
+        "            shadow.apply(found)\n"
+        "            shadow.fingerprints = before\n"
+        "            found = type(found)(found.pieces, found.gains, found.aboves)\n"
+        "        decision = uploader.finisher.decide(",
+        "job parts",
+    ),
+    "a version is submitted before the shadow moves": Mutant(
+        "deltasync.publish.publisher",
+        "            shadow.apply(found)  # before weights are collected, which are the new ones\n",
+        "            held = vars(self._uploader)\n"
+        "            held['submit'] = lambda *jobs: (held.pop('submit'), "
+        "self._uploader.submit(*jobs), shadow.apply(found))\n",
+        "",
+    ),
     # ranks
     "a rank that is lost is waited for": Mutant(
         "deltasync.trainer.ranks",
