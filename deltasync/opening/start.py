@@ -32,7 +32,7 @@ from deltasync.opening.acquire import open_channel
 from deltasync.opening.checkpoint import Checkpoint
 from deltasync.opening.owner import check_resume, owner_of
 from deltasync.opening.ranges import Piece
-from deltasync.publish.agreement import Alone, Reader, attempt
+from deltasync.publish.agreement import Alone, StreamReader, attempt
 from deltasync.publish.detect import Difference, copied
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance
@@ -200,7 +200,7 @@ class Start:
     def __init__(
         self,
         ranks: Alone,
-        source: Reader,
+        source: StreamReader,
         reader: ChannelReader,
         state: ChannelState,
         initial: str | Path | None,

@@ -153,7 +153,7 @@ class Alone:
         """Wait until the others know what became of the last version."""
 
 
-class Reader(Protocol):
+class StreamReader(Protocol):
     """Reads what a process hands over as the ranges that it publishes.
 
     Attributes:

@@ -12,7 +12,7 @@ it, or none.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple, Protocol, Self
 
 import numpy as np
@@ -22,7 +22,7 @@ from deltasync.channel.documents import Channel, Reference, TokenLag
 from deltasync.config import PublisherSettings, token_ages, whole_number
 from deltasync.ending import uninterrupted
 from deltasync.errors import ConfigError, get_logger
-from deltasync.publish.agreement import Alone, Reader, attempt
+from deltasync.publish.agreement import Alone, StreamReader, attempt
 from deltasync.publish.detect import Difference
 from deltasync.publish.log import Log
 from deltasync.publish.pending import Pending, Receipt
@@ -50,7 +50,7 @@ class Beginning(Protocol):
     """
 
     channel: Channel | None
-    source: Reader
+    source: StreamReader
     shadow: Shadow | None
     is_resumed: bool
     reference: Reference | None
@@ -60,15 +60,6 @@ class Beginning(Protocol):
         """Compare the first stream, and set the attributes."""
 
 
-class StepCheck(Protocol):
-    """Checks the first publish of a resumed run."""
-
-    def __call__(
-        self, step: int | None, shadow: Shadow | None, found: Difference | None, problem: BaseException | None
-    ) -> None:
-        """Raise if the channel has other bits of this step, or if there is a `problem`."""
-
-
 class Opened(NamedTuple):
     """What a channel was opened with; `deltasync.trainer.Publisher` puts it together.
 
@@ -76,6 +67,7 @@ class Opened(NamedTuple):
         log: None where another process appends.
         version: The newest version, 0 if there is none.
         resumes: Whether the next publish is the first of a resumed run.
+        check_step: Raises if a first publish has other bits of its step than the channel, or has failed.
     """
 
     store: Store
@@ -87,7 +79,7 @@ class Opened(NamedTuple):
     log: Log | None
     queue: UploadQueue
     start: Beginning
-    check_step: StepCheck
+    check_step: Callable[[int | None, Shadow | None, Difference | None, BaseException | None], None]
 
 
 class BasePublisher:
