@@ -191,7 +191,7 @@ class ObstoreStore:
 
     def _place(self, key: str) -> str:
         """Return the key's URL without options, for messages."""
-        return f"{self.url.partition('?')[0]}/{key}"
+        return f"{self.url.partition('?')[0].rstrip('/')}/{key}"
 
     def _watched(self, key: str) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

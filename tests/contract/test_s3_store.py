@@ -788,6 +788,13 @@ class TestRequests:
         assert [info.key for info in stores[1].list("")] == ["a"]
         assert [info.key for info in stores[2].list("")] == ["a"]
 
+    def test_a_url_that_ends_with_a_slash_is_no_other_place(
+        self, s3_server: MotoServer, s3_bucket: str
+    ) -> None:
+        store = open_store(s3_server.url(s3_bucket, prefix="run/"))
+        with pytest.raises(ObjectMissingError, match=f"s3://{s3_bucket}/run/a does not exist"):
+            store.read("a", 1)
+
     def test_an_empty_object_in_place_of_the_prefix_is_not_listed(
         self, s3_server: MotoServer, s3_bucket: str
     ) -> None:
