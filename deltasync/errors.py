@@ -34,7 +34,7 @@ import contextlib
 import logging
 import re
 import traceback
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import unquote
 
@@ -311,3 +311,8 @@ def _option(option: str) -> str:
         return name and _HIDDEN
     shown = name in _SHOWN_OPTIONS and "@" not in unquote(value)
     return f"{name}={value if shown else _HIDDEN}"
+
+
+def first_five(names: Sequence[str]) -> str:
+    """The first five names as text."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

@@ -33,12 +33,13 @@ from deltasync.errors import (
     MissingVersionError,
     ModelMismatchError,
     SleepingError,
+    first_five,
 )
 from deltasync.following import Commit, Identify, MemoryTarget, StagedVersion
 from deltasync.kernels import native
 from deltasync.opening import adapter_base
 from deltasync.opening.adapter_base import AdapterBase
-from deltasync.opening.checkpoint import find, first_five, load
+from deltasync.opening.checkpoint import find, load
 from deltasync.serve.engine import unique_name
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key

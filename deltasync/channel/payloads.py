@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import pkgutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 
 from deltasync import codec, limits
 from deltasync.channel.anchors import read_weights
-from deltasync.channel.documents import File, Record, Reference
+from deltasync.channel.documents import File, Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.codec.base import Payload, read_metadata
-from deltasync.errors import ConfigError, CorruptDataError, MissingVersionError, ModelMismatchError
-from deltasync.kernels import native
-from deltasync.opening import checkpoint, ranges
-from deltasync.tensors import Changed, Delta, Layout, TensorSpec, fingerprint, weight_bytes
+from deltasync.codec.base import Payload
+from deltasync.errors import CorruptDataError, first_five
+from deltasync.tensors import Changed, Delta, Layout
 from deltasync.tensors.delta import joined
 from deltasync.threads import ahead
 
 Decoder = Callable[[Iterable[Payload]], Changed]
 """Decodes payloads of one version of `packed` or `context`, where the bits are; see `Backend.decoder`."""
 
-_REFERENCE_BYTES = 8, 64 << 20  # of a checkpoint for each byte of the channel's model, and in addition
+_REFERENCES = "deltasync.opening.references:weights"  # a wing: reads full weights outside the channel
+_LENGTH = struct.Struct("<Q")  # of a safetensors header, before it
 
 
 def fetch(reader: ChannelReader, stored: StoredRecord) -> list[tuple[str, bytes]]:
@@ -59,38 +59,18 @@ def weights(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, 
     """Read full weights, each tensor once: name, read-only unsigned bit patterns of shape N, fingerprint."""
     record = stored.record
     if record.reference is not None:
-        yield from _reference_weights(reader, record.version, record.reference)
+        yield from pkgutil.resolve_name(_REFERENCES)(reader, record)
         return
-    with _each_once(reader, record) as note:
+    with each_once(reader, record) as note:
         for file, data in _files(reader, stored, limits.FILES_AHEAD):
-            with _naming(file.key):
+            with naming(file.key):
                 for name, bits_N, expected in read_weights(data, reader.specs):
                     note(name)
                     yield name, bits_N, expected
 
 
-def ranges_of_weights(
-    reader: ChannelReader, stored: StoredRecord, wanted: ranges.Ranges
-) -> Iterator[ranges.Piece]:
-    """Read ranges of full weights in pieces. The caller checks the fingerprint of all ranges together."""
-    record, specs = stored.record, reader.specs
-    if record.reference is not None:
-        with _loading(record.version, record.reference):
-            yield from _referred(reader, record.version, record.reference).ranges(specs, wanted)
-        return
-    with _each_once(reader, record) as note:
-        for file in record.payload_files:
-            ranged = ranges.RangedFile(file.bytes, functools.partial(reader.read_range, file))
-            with _naming(file.key):
-                for found in ranges.read_weights(ranged, specs, wanted):
-                    if isinstance(found, str):
-                        note(found)
-                    else:
-                        yield found
-
-
 @contextlib.contextmanager
-def _each_once(reader: ChannelReader, record: Record) -> Iterator[Callable[[str], None]]:
+def each_once(reader: ChannelReader, record: Record) -> Iterator[Callable[[str], None]]:
     """Yield a function to call with each tensor. Raise CorruptDataError if it is called twice for one, or not
     for all.
     """
@@ -102,9 +82,7 @@ def _each_once(reader: ChannelReader, record: Record) -> Iterator[Callable[[str]
 
     yield note
     if missing:
-        raise CorruptDataError(
-            f"The anchor of version {record.version} lacks {checkpoint.first_five(sorted(missing))}."
-        )
+        raise CorruptDataError(f"The anchor of version {record.version} lacks {first_five(sorted(missing))}.")
 
 
 def decode(
@@ -137,7 +115,7 @@ def opened(record: Record, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tu
     assert record.delta is not None and record.base is not None
     changed = 0
     for key, data in payloads:
-        with _naming(key):
+        with naming(key):
             payload = codec.open_payload(data)
         names = (payload.codec, payload.version, payload.base_version)
         if names != (record.delta.codec, record.version, record.base.version):
@@ -150,20 +128,12 @@ def opened(record: Record, payloads: Iterable[tuple[str, bytes]]) -> Iterator[tu
         yield key, payload
 
 
-def unlike(reader: ChannelReader, reference: Reference, fingerprints: Mapping[str, int]) -> str:
-    """A sentence that names the tensors here whose fingerprints are not those of a reference."""
-    wrong = [
-        name for name, digest in reference.fingerprints.items() if fingerprints.get(name) != int(digest, 16)
-    ]
-    return f"The weights here are not those of {reference}: {_differing(wrong, reader.specs)}"
-
-
 def _payloads(reader: ChannelReader, stored: StoredRecord) -> Iterator[tuple[str, bytes]]:
     """Each payload as (key, bytes); the next ones are fetched while one is used."""
     data = stored.data
     if data is None:
         data = reader.fetch(File(key=stored.key, bytes=stored.size, sha256=stored.sha256))
-    if _has_payload(data):
+    if _LENGTH.size + _LENGTH.unpack_from(data)[0] < stored.record.body_bytes:  # more than a header
         yield stored.key, data
     for file, part in _files(reader, stored, limits.PARTS_AHEAD):
         yield file.key, part
@@ -175,64 +145,10 @@ def _files(reader: ChannelReader, stored: StoredRecord, count: int) -> Iterator[
     return zip(files, ahead(reader.fetch, files, count), strict=True)
 
 
-def _has_payload(data: bytes) -> bool:
-    """Whether a record's body holds a payload, not only the header; its digest was checked."""
-    try:
-        return "codec" in read_metadata(data)
-    except CorruptDataError:
-        return False
-
-
-def _reference_weights(
-    reader: ChannelReader, version: int, reference: Reference
-) -> Iterator[tuple[str, np.ndarray, int]]:
-    specs, wrong = reader.specs, []
-    found = _referred(reader, version, reference)
-    with _loading(version, reference):
-        for name, bits_N in found.read(specs):
-            expected = int(reference.fingerprints[name], 16)
-            if native.fingerprint(fingerprint.tensor_key(name), bits_N) == expected:
-                yield name, bits_N, expected
-            else:
-                wrong.append(name)
-    if wrong:
-        raise CorruptDataError(
-            f"The checkpoint {reference} is not version {version}: {_differing(wrong, specs)}"
-        )
-
-
-def _referred(reader: ChannelReader, version: int, reference: Reference) -> checkpoint.Checkpoint:
-    """Load the checkpoint that a version refers to."""
-    specs = reader.specs
-    if reference.fingerprints.keys() != specs.keys():
-        raise CorruptDataError(f"The reference of version {version} does not name the channel's tensors.")
-    try:
-        factor, more = _REFERENCE_BYTES
-        limit_bytes = factor * weight_bytes(specs.values()) + more
-        return checkpoint.load(reference, limit_bytes, with_token=reader.may_use_token(reference.repo))
-    except ConfigError as error:
-        raise MissingVersionError(
-            f"Version {version} refers to the checkpoint {reference}, which this machine cannot load: {error}"
-        ) from error
-
-
 @contextlib.contextmanager
-def _loading(version: int, reference: Reference) -> Iterator[None]:
-    """Raise CorruptDataError if a checkpoint does not have the channel's tensors."""
-    try:
-        yield
-    except ModelMismatchError as error:
-        raise CorruptDataError(f"The checkpoint {reference} is not version {version}: {error}") from error
-
-
-@contextlib.contextmanager
-def _naming(key: str) -> Iterator[None]:
+def naming(key: str) -> Iterator[None]:
     """Put the file's key before the message of a CorruptDataError."""
     try:
         yield
     except CorruptDataError as error:
         raise CorruptDataError(f"{key}: {error}") from error
-
-
-def _differing(names: Sequence[str], specs: Mapping[str, TensorSpec]) -> str:
-    return f"{len(names)} of {len(specs)} tensors differ: {checkpoint.first_five(names)}."

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import os
+import pkgutil
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,11 +23,12 @@ from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.following.weights import LiveWeights, StagedVersion
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.opening import checkpoint
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors.bits import bits_of
 
 logger = logging.getLogger(__name__)
+
+_LOCAL = "deltasync.opening.references:local"  # a wing: reads the weights of a directory
 
 
 class MemoryTarget:
@@ -230,9 +231,8 @@ class Replica:
         """
         reader = self._target.reader
         with self._follow.between_steps():
-            found = dataclasses.replace(checkpoint.find(Path(directory)), tied=tied(reader))
             memory, tensors = LiveMemory.on_host(reader.specs)
-            for name, bits_N in checkpoint.load(found).read(reader.specs):
+            for name, bits_N in pkgutil.resolve_name(_LOCAL)(directory, tied(reader), reader.specs):
                 bits_of(tensors[name])[:] = bits_N
             memory.audit()
             known = identify(reader, self._follow.cursor.locate(), model_fingerprint(memory.fingerprints))

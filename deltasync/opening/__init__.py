@@ -2,4 +2,4 @@
 the core.
 """
 
-__all__ = ["acquire", "adapter_base", "checkpoint", "owner", "ranges", "resumed", "start"]
+__all__ = ["acquire", "adapter_base", "checkpoint", "owner", "ranges", "references", "resumed", "start"]

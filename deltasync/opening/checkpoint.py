@@ -20,7 +20,14 @@ from deltasync.channel import anchors
 from deltasync.channel.anchors import INDEX
 from deltasync.channel.documents import Reference
 from deltasync.codec.base import LIBRARY_ERRORS, entries
-from deltasync.errors import UNREADABLE_JSON, ConfigError, CorruptDataError, ModelMismatchError, describe
+from deltasync.errors import (
+    UNREADABLE_JSON,
+    ConfigError,
+    CorruptDataError,
+    ModelMismatchError,
+    describe,
+    first_five,
+)
 from deltasync.opening import ranges
 from deltasync.tensors import SAFETENSORS_DTYPES, TensorSpec
 from deltasync.tensors.bits import bits_of, cast
@@ -263,8 +270,3 @@ def _opened(path: Path) -> Iterator[Any]:
         raise CorruptDataError(
             f"{path} is not a safetensors file with the tensors that it should have: {error}."
         ) from error
-
-
-def first_five(names: Sequence[str]) -> str:
-    """The first five names as text."""
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")

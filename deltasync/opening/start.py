@@ -27,7 +27,7 @@ from deltasync.errors import (
     FormatError,
 )
 from deltasync.live import LiveMemory, Segment, model_fingerprint
-from deltasync.opening import adapter_base, checkpoint
+from deltasync.opening import adapter_base, checkpoint, references
 from deltasync.opening.acquire import open_channel
 from deltasync.opening.checkpoint import Checkpoint
 from deltasync.opening.owner import check_resume, owner_of
@@ -321,7 +321,7 @@ def replayed(
         read.append(stored)
         if stored.use_anchor:
             whole = ((name, 0, bits_N) for name, bits_N, _ in payloads.weights(reader, stored))
-            _fill(bits, ranges, whole if is_whole else payloads.ranges_of_weights(reader, stored, ranges))
+            _fill(bits, ranges, whole if is_whole else references.ranges_of_weights(reader, stored, ranges))
             live.audit()
         else:
             changed = payloads.delta(reader, stored, old, live.wanted)

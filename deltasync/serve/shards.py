@@ -24,7 +24,6 @@ import msgspec
 import numpy as np
 
 from deltasync import limits
-from deltasync.channel import payloads
 from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
@@ -42,6 +41,7 @@ from deltasync.errors import (
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.live import Prints, Union, assemble
+from deltasync.opening import references
 from deltasync.serve import proof
 from deltasync.serve.engine import Answer, Failure, handed, is_safe, parse, succeeded, unique_name
 from deltasync.serve.shard import Audit, Done, LoadProof
@@ -348,7 +348,7 @@ class ShardsTarget:
                     reference = chain[0].record.reference
                     if reference is None or self.version is not None:
                         raise
-                    unlike = payloads.unlike(self.reader, reference, self._fingerprints)
+                    unlike = references.unlike(self.reader, reference, self._fingerprints)
                     said = Failure.of(error)
                     raise msgspec.structs.replace(said, message=f"{said.message} {unlike}").error() from error
             if lacking & completed:

@@ -25,11 +25,7 @@ CORE = ("tensors", "kernels", "codec", "stores", "channel", "live", "publish", "
 WINGS = ("clouds", "gpu", "opening", "serve", "ops", "trainer", "interchange")
 ROOMS = (*CORE, *WINGS)
 # What the core still imports of its wings. Nothing comes to it.
-KNOWN = {
-    "channel.payloads opening.checkpoint",
-    "channel.payloads opening.ranges",
-    "following.replica opening.checkpoint",
-}
+KNOWN: set[str] = set()
 TWICE = {"Delta"}  # a name of two classes still
 FOR_ALL = ("errors", "config", "limits", "threads", "ending")
 PROGRAMS = ("deltasync.ops.dashboard", "deltasync.ops.cli")

@@ -13,7 +13,7 @@ import torch
 from click.testing import CliRunner
 
 from deltasync import Publisher, Replica, open_store, ops
-from deltasync.channel import documents, keys, payloads
+from deltasync.channel import documents, keys
 from deltasync.channel.documents import Channel
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import (
@@ -27,7 +27,7 @@ from deltasync.errors import (
 from deltasync.following import Cursor, LiveWeights
 from deltasync.following.cursor import identify
 from deltasync.live import LiveMemory, model_fingerprint
-from deltasync.opening import checkpoint
+from deltasync.opening import checkpoint, references
 from deltasync.ops import KeepPolicy
 from deltasync.ops.cli import main
 from deltasync.stores import Store
@@ -180,7 +180,7 @@ class TestIdentify:
         assert follower.version is None
         reference = ChannelReader(store).numbered(1).record.reference
         assert reference is not None
-        assert payloads.unlike(follower.reader, reference, follower.memory.fingerprints) == (
+        assert references.unlike(follower.reader, reference, follower.memory.fingerprints) == (
             f"The weights here are not those of {base}: 1 of 5 tensors differ: model.norm.weight."
         )
         store.delete(*(info.key for info in store.list(keys.ANNOUNCEMENTS)))
