@@ -132,3 +132,6 @@ class MlxTarget(GatedTarget):
 
 gating = functools.partial(gated_calls, names=("__call__", "embed_inputs"))
 """Returns a context in which a model's calls, also those that encode images, pass a gate."""
+
+ADAPTER = MlxTarget, gating
+"""What `deltasync.follow` follows an `mlx.nn.Module` with, by the entry point `deltasync.modules`."""

@@ -14,7 +14,7 @@ import contextlib
 import copyreg
 import dataclasses
 import functools
-import importlib
+import importlib.metadata
 import os
 import sys
 import time
@@ -577,13 +577,16 @@ def follow(
     return ModuleReplica(following, gate, gated, background)
 
 
-def _adapter(
-    module: Any,
-) -> tuple[type[GatedTarget], Callable[[Any, Gate], contextlib.AbstractContextManager[None]]]:
+_Adapter = tuple[type[GatedTarget], Callable[[Any, Gate], contextlib.AbstractContextManager[None]]]
+
+
+def _adapter(module: Any) -> _Adapter:
     """Return the target of a framework's modules, and its context in which a module's calls pass a gate."""
     if isinstance(module, torch.nn.Module):
         return ModuleTarget, _gating
-    if "mlx" in {kind.__module__.partition(".")[0] for kind in type(module).__mro__}:
-        adapter = importlib.import_module("mlx_plugin.module")
-        return adapter.MlxTarget, adapter.gating
+    frameworks = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+    for entry in importlib.metadata.entry_points(group="deltasync.modules"):
+        if entry.name in frameworks:
+            found: _Adapter = entry.load()
+            return found
     raise ConfigError(f"follow() takes a torch.nn.Module or an mlx.nn.Module, not {module!r:.100}.")

@@ -7,6 +7,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import importlib.metadata
 import os
 import signal
 import threading
@@ -25,6 +26,7 @@ from torch.nn.utils import parametrizations, parametrize, prune
 from deltasync import ModuleReplica, Publisher, follow
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError
 from deltasync.serve import kept
+from deltasync.serve import module as followed
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.filterwarnings(
@@ -883,3 +885,18 @@ def test_a_fork_neither_computes_with_old_weights_nor_hangs(memory_url: str) -> 
             return bool(np.isfinite(live(X).numpy()).all())
 
         assert _forked(follows_anew) == 0
+
+
+FRAME = followed.ModuleTarget, followed._gating
+
+
+def test_what_follows_a_frameworks_modules_is_found_by_its_entry_point(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group = "deltasync.modules"
+    entry = importlib.metadata.EntryPoint("frame", f"{__name__}:FRAME", group)
+    monkeypatch.setattr("importlib.metadata.entry_points", lambda **asked: {group: [entry]}[asked["group"]])
+    made = {name: type("Made", (), {"__module__": f"{name}.nn"})() for name in ("frame", "other")}
+    assert followed._adapter(made["frame"]) == FRAME
+    with pytest.raises(ConfigError, match=r"takes a torch\.nn\.Module or"):
+        followed._adapter(made["other"])

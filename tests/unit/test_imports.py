@@ -8,6 +8,7 @@ import json
 import logging
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,40 @@ ROOMS = (*CORE, *WINGS)
 # What the core still imports of its wings. Nothing comes to it.
 KNOWN: set[str] = set()
 TWICE = {"Delta"}  # a name of two classes still
+# What plugins still import of other rooms than `serve`, and, beside a trainer, `trainer`. Nothing comes to it.
+PLUGINS_KNOWN = {
+    "mlx_plugin channel.reading",
+    "mlx_plugin channel.record",
+    "mlx_plugin following",
+    "sglang_plugin following",
+    "sglang_plugin tensors.bits",
+    "trl_callback channel.anchors",
+    "trl_callback channel.documents",
+    "trl_callback channel.keys",
+    "trl_callback channel.reading",
+    "trl_callback ending",
+    "trl_callback opening.adapter_base",
+    "trl_callback opening.owner",
+    "trl_callback publish.agreement",
+    "trl_callback stores",
+    "trl_callback stores.base",
+    "trl_callback tensors.bits",
+    "trl_callback threads",
+    "vllm_plugin channel.documents",
+    "vllm_plugin channel.reading",
+    "vllm_plugin channel.record",
+    "vllm_plugin following",
+    "vllm_plugin kernels",
+    "vllm_plugin kernels.native",
+    "vllm_plugin limits",
+    "vllm_plugin live",
+    "vllm_plugin opening.adapter_base",
+    "vllm_plugin opening.checkpoint",
+    "vllm_plugin stores.cache",
+    "vllm_plugin tensors",
+    "vllm_plugin tensors.bits",
+    "vllm_plugin tensors.fingerprint",
+}
 FOR_ALL = ("errors", "config", "limits", "threads", "ending")
 PROGRAMS = ("deltasync.ops.dashboard", "deltasync.ops.cli")
 HEAVY = ("vllm", "sglang", "trl", "transformers", "obstore", "matplotlib", "cryptography")
@@ -185,6 +220,28 @@ def test_plugins_never_import_each_other_and_the_core_never_imports_them() -> No
         if name.split(".")[0] in set(PACKAGES) - {package, "deltasync"} and not module.startswith(PROGRAMS)
     ]
     assert not wrong
+
+
+def test_plugins_enter_the_rooms_of_servers_and_trainers_only() -> None:
+    public = {"errors", "config", "", "serve"}
+    wrong = {
+        f"{module.partition('.')[0]} {name[10:]}"
+        for package in PACKAGES[1:]
+        for module, path in _modules(package)
+        for name in _imports(path)
+        if name.startswith("deltasync.")
+        if _room(name) not in (public | {"trainer"} if package == "trl_callback" else public)
+    }
+    assert wrong == PLUGINS_KNOWN
+
+
+def test_adapters_of_frameworks_are_declared_as_they_are() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    for value in declared["deltasync.modules"].values():
+        module, _, name = value.partition(":")
+        tree = ast.parse((ROOT / module.replace(".", "/")).with_suffix(".py").read_text())
+        assigned = [ast.unparse(node.targets[0]) for node in tree.body if isinstance(node, ast.Assign)]
+        assert name in assigned
 
 
 def test_only_config_reads_the_environment_and_one_module_of_the_stores_their_clients_variables() -> None:
