@@ -42,7 +42,7 @@ def daemon(name: Name, run: Callable[[], object]) -> threading.Thread:
     return threading.Thread(target=run, name=f"deltasync-{name}", daemon=True)
 
 
-def let_go(lock: Any) -> None:
+def release_after_interrupt(lock: Any) -> None:
     """Release an `RLock` that an interrupt has left this thread holding."""
     while lock._is_owned():
         lock.release()

@@ -16,7 +16,7 @@ from deltasync.channel.documents import (
     REFERENCE,
     Anchor,
     Channel,
-    Delta,
+    DeltaFiles,
     EpochDocument,
     File,
     Head,
@@ -30,8 +30,7 @@ from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import native
 from deltasync.stores import Store
-from deltasync.tensors import Delta as TensorDelta
-from deltasync.tensors import Layout, Sparse, TensorSpec, fingerprint
+from deltasync.tensors import Delta, Layout, Sparse, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, spec_of, tensor_of
 from deltasync.tensors.delta import joined
 from tests.builders import Weights, trained, weights
@@ -103,7 +102,7 @@ class Made:
             key = f"{keys.parts_folder(number, self.epoch)}/{keys.part(0, at)}"
             files.append(self.put_file(key, encoded.to_bytes()))
         inline = groups[parts][0] if len(groups) > parts else None
-        delta = Delta(codec=self.codec_name, changed=sum(changed for _, changed in groups), parts=files)
+        delta = DeltaFiles(codec=self.codec_name, changed=sum(changed for _, changed in groups), parts=files)
         return self.append(self.record("delta", number, model, delta=delta, step=step), inline, model)
 
     def seal(self, next_epoch: str) -> StoredRecord:
@@ -127,7 +126,7 @@ class Made:
         """Another way from one version to a later one."""
         before, after = self.bits[base.sha256], self.bits[version.sha256]
         groups = self.encode(before, after, version.version, base.version, 1)
-        delta = Delta(codec=self.codec_name, changed=sum(changed for _, changed in groups))
+        delta = DeltaFiles(codec=self.codec_name, changed=sum(changed for _, changed in groups))
         return self._compaction(base, version, after, groups[0][0] if groups else None, delta=delta)
 
     def announce(self, version: VersionId, requires: Sequence[str] = ()) -> StoredRecord:
@@ -169,7 +168,7 @@ class Made:
             if index_K.size:
                 width, first, _ = layout.span(name)
                 at_K = (index_K + first).astype(layout.vectors[width].index_dtype)
-                changed.append(TensorDelta(layout, {width: Sparse(at_K, step_K)}))
+                changed.append(Delta(layout, {width: Sparse(at_K, step_K)}))
         encoded = []
         for group in (changed[at::count] for at in range(count)):
             if group:

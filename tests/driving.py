@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 from starlette.testclient import TestClient
 
 from deltasync import open_store
-from deltasync.channel.documents import Delta
+from deltasync.channel.documents import DeltaFiles
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
@@ -199,7 +199,9 @@ class Trainer:
         self.weights["w"].view(torch.int16)[:3] += 1
         number = base.version + 1
         encoded, changed = channel.encode(channel.bits[base.sha256], self.weights, number, base.version, 1)[0]
-        honest = channel.record("delta", number, self.weights, delta=Delta(codec="packed", changed=changed))
+        honest = channel.record(
+            "delta", number, self.weights, delta=DeltaFiles(codec="packed", changed=changed)
+        )
         channel.append(dataclasses.replace(honest, fingerprint="0" * 16), encoded, self.weights)
         channel.head()
 

@@ -20,7 +20,7 @@ from deltasync.channel import documents, keys
 from deltasync.channel.documents import (
     Anchor,
     Channel,
-    Delta,
+    DeltaFiles,
     Head,
     Record,
     VersionId,
@@ -192,7 +192,7 @@ class Script:
                 epoch=log.epoch,
                 created_at=documents.now(),
                 fingerprint="0" * 16,
-                delta=None if full else Delta(codec="packed", changed=1, parts=[file]),
+                delta=None if full else DeltaFiles(codec="packed", changed=1, parts=[file]),
                 anchor=Anchor(directory=folder, files=[file]) if full else None,
             ),
             None,

@@ -92,7 +92,7 @@ class VersionId:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
-class Delta:
+class DeltaFiles:
     """The change from the base to the version: the payload in the record, if there is one, and the parts."""
 
     codec: str
@@ -158,7 +158,7 @@ class Record:
     created_at: _Time
     base: VersionId | None = None
     fingerprint: Fingerprint | None = None  # fingerprint of the model at `version`; None in a seal
-    delta: Delta | None = None
+    delta: DeltaFiles | None = None
     anchor: Anchor | None = None
     next_epoch: Epoch | None = None
     sha256: Sha256 | None = None  # digest of the record of `version`; in compactions and announcements only

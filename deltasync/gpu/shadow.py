@@ -228,15 +228,15 @@ class DeviceShadow:
         return Comparison(self.device, width, *places, len(names), np.array(copied, np.int64)), cuts
 
     def _difference(self, found: Mapping[int, Sequence[_Part]]) -> Difference:
-        steps, gains, aboves = dict[int, DeviceSparse](), {}, {}
+        steps, gains, new_nan_counts = dict[int, DeviceSparse](), {}, {}
         changed: list[tuple[Comparison, DeviceSparse]] = []
         for width, parts in found.items():
             tensors = len(self._layout.vectors[width].specs)
-            gains[width], aboves[width] = np.zeros(tensors, np.uint64), np.zeros(tensors, np.int64)
+            gains[width], new_nan_counts[width] = np.zeros(tensors, np.uint64), np.zeros(tensors, np.int64)
             count_T, held = np.zeros(tensors, np.int64), list[DeviceSparse]()
             for number_T, comparison, of in parts:
                 if of.steps is not None:
-                    gains[width][number_T], aboves[width][number_T], count_T[number_T] = (
+                    gains[width][number_T], new_nan_counts[width][number_T], count_T[number_T] = (
                         of.gain_T,
                         of.above_T,
                         of.steps.count_T,
@@ -246,7 +246,7 @@ class DeviceShadow:
             if held:
                 steps[width] = joined(held, count_T)
         delta = DeviceDelta(self._layout, steps, self.there)
-        return Difference([delta] if steps else [], gains, aboves, changed)
+        return Difference([delta] if steps else [], gains, new_nan_counts, changed)
 
     def apply(self, difference: Difference) -> None:
         """Add a difference to the bits. If this raises, or is interrupted, they are not known any more."""

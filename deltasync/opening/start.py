@@ -79,9 +79,7 @@ def check_arguments(
 
 
 def warn_of_growth(store: Store, retention: Retention) -> None:
-    """Log that a channel only grows, where nobody has chosen what to keep. One in memory ends with its
-    process.
-    """
+    """Warn that nothing will be deleted, as no retention is set. A channel in memory ends with its process."""
     if retention.keep_last is None and not store.url.startswith("memory:"):
         logger.warning(
             "Nothing is ever deleted from %s: it keeps all versions. DELTASYNC_KEEP_LAST=1000, say, bounds "

@@ -14,7 +14,7 @@ import numpy as np
 
 from deltasync import codec
 from deltasync.channel import anchors, keys, record, signing
-from deltasync.channel.documents import Anchor, Delta, File, VersionId, sha256_hex
+from deltasync.channel.documents import Anchor, DeltaFiles, File, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer
@@ -85,7 +85,7 @@ def write_compaction(
         payload, _ = encode(
             codec_name, changes, lambda name: (new[name], 0), replica.fingerprints, version, base
         )
-    delta = Delta(codec=codec_name, changed=changed)
+    delta = DeltaFiles(codec=codec_name, changed=changed)
     return put_shortcut(
         reader,
         encode_shortcut(

@@ -310,7 +310,7 @@ class Compactor(Maintenance):
                 others.answers("compaction", job.serial, tuple[list[File], int]) if others else ()
             ):
                 files, changed = files + more, changed + count
-            delta = documents.Delta(codec=CODEC, changed=changed, parts=files)
+            delta = documents.DeltaFiles(codec=CODEC, changed=changed, parts=files)
             digest = str(stored.record.fingerprint)
             compacted.append(
                 self._log.shortcut(stored.version, digest, inline, base=point.base.version, delta=delta)

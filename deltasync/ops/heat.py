@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from deltasync.channel.documents import Delta, File
+from deltasync.channel.documents import DeltaFiles, File
 from deltasync.errors import CorruptDataError
 from deltasync.opening.ranges import RangedFile
 from deltasync.stores.base import ObjectInfo, Store
@@ -61,7 +61,7 @@ def _read_changed(store: Store, file: File, layout: Layout) -> dict[str, int]:
         raise CorruptDataError(f"The header of {file.key} cannot be read: {error!r}.") from error
 
 
-def changed_of(store: Store, info: ObjectInfo, delta: Delta, layout: Layout) -> Counter[str]:
+def changed_of(store: Store, info: ObjectInfo, delta: DeltaFiles, layout: Layout) -> Counter[str]:
     """Return the changed elements of each tensor in a version, from its record's entry in a listing and its
     parts.
     """

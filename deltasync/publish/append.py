@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from deltasync import limits
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta, File
+from deltasync.channel.documents import Anchor, DeltaFiles, File
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
     DeltaSyncError,
@@ -143,7 +143,8 @@ class Appender:
                 return True  # the job came meanwhile, perhaps with what was missing: ask again
             job = queue.waiting[0]
             if isinstance(problem, PublishPendingError) and self.agreement.keeps:
-                tell = job.renewed()  # it waits for the next publish, which puts the version before it again
+                # it waits for the next publish, which puts the version before it again
+                tell = job.detach_receipts()
             else:
                 tell, queue.running = None, job
                 self._running = queue.waiting.pop(0)
@@ -236,7 +237,7 @@ class Appender:
         payload_bytes = size + sum(file.bytes for file in others)
         parts = [future.result() for future in stored] + others
         job.end_encoding(payload_bytes)
-        delta = Delta(codec=queue.codec_name, changed=job.changed, parts=parts)
+        delta = DeltaFiles(codec=queue.codec_name, changed=job.changed, parts=parts)
         record = log.append(job.record(log.run_id, log.epoch, delta=delta), inline)
         queue.full = False
         self.maintenance.stored(job, record)

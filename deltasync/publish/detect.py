@@ -39,13 +39,13 @@ class Difference:
     Attributes:
         pieces: The steps, in pieces of different elements.
         gains: Sum of what they add to the fingerprints, by width; uint64[T] each.
-        aboves: How many elements of each tensor become NaN, by width; int64[T] each.
+        new_nan_counts: How many elements of each tensor become NaN, by width; int64[T] each.
         found: Further values that the shadow's memory needs to apply it.
     """
 
     pieces: Sequence[Delta] = ()
     gains: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
-    aboves: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
+    new_nan_counts: Mapping[int, np.ndarray] = dataclasses.field(default_factory=dict)
     found: Any = None
 
     @property
@@ -56,10 +56,10 @@ class Difference:
 
 _DTYPE, _SHAPE, _DEVICE = map(operator.attrgetter, ("dtype", "shape", "device"))
 
-Looks = tuple[list[torch.dtype], list[torch.Size], list[torch.device], list[bool], list[bool]]
+Traits = tuple[list[torch.dtype], list[torch.Size], list[torch.device], list[bool], list[bool]]
 
 
-def looks_of(held: Sequence[torch.Tensor]) -> Looks:
+def traits_of(held: Sequence[torch.Tensor]) -> Traits:
     """Return dtypes, shapes, devices, and which are contiguous or negated; no Python is called for a
     tensor.
     """
@@ -269,7 +269,7 @@ class HostShadow:
         counts = {width: len(vector.specs) for width, vector in self._layout.vectors.items()}
         self._pieces: list[Delta] = []
         self._gains = {width: np.zeros(count, np.uint64) for width, count in counts.items()}
-        self._aboves = {width: np.zeros(count, np.int64) for width, count in counts.items()}
+        self._new_nan_counts = {width: np.zeros(count, np.int64) for width, count in counts.items()}
         self._clear()
 
     def _launch(self, width: int, row_RF: np.ndarray) -> None:
@@ -283,7 +283,7 @@ class HostShadow:
         if steps.at_K.size:
             self._pieces.append(Delta(self._layout, {width: steps}))
             self._gains[width] += gain_T
-            self._aboves[width] += above_T
+            self._new_nan_counts[width] += above_T
 
     def _clear(self) -> None:
         """No rows wait to be compared together."""
@@ -338,4 +338,4 @@ class HostShadow:
         for width, vector in self._layout.vectors.items():
             changed = sum(piece.steps[width].at_K.size for piece in found if width in piece.steps)
             self._fraction[width] = changed / max(vector.element_count, 1)
-        return Difference(found, self._gains, self._aboves)
+        return Difference(found, self._gains, self._new_nan_counts)

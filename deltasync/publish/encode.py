@@ -10,13 +10,12 @@ import torch
 
 from deltasync import codec
 from deltasync.channel import payloads
-from deltasync.channel.documents import Delta, File, Record, VersionId
+from deltasync.channel.documents import DeltaFiles, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded, NewBits, RangeBits
 from deltasync.errors import CorruptDataError, get_logger
 from deltasync.publish.pending import Pending
-from deltasync.tensors import Delta as Changes
-from deltasync.tensors import Layout
+from deltasync.tensors import Delta, Layout
 
 logger = get_logger(__name__)
 
@@ -87,7 +86,7 @@ def _stored(
 
 def encode(
     codec_name: str,
-    delta: Changes,
+    delta: Delta,
     new: NewBits,
     fingerprints: Mapping[str, int],
     version: int,
@@ -129,7 +128,7 @@ def encode(
 
 
 def differing_gains(
-    layout: Layout, delta: Changes, found: Mapping[int, np.ndarray], wanted: Mapping[int, np.ndarray]
+    layout: Layout, delta: Delta, found: Mapping[int, np.ndarray], wanted: Mapping[int, np.ndarray]
 ) -> list[str]:
     """Return the tensors whose fingerprints gain something else by a part of a version than by all of it.
 
@@ -153,5 +152,5 @@ def record_of(codec_name: str, version: int, base: int, changed: int) -> Record:
         epoch="-",
         created_at="-",
         base=VersionId(base, "-", "-"),
-        delta=Delta(codec=codec_name, changed=changed),
+        delta=DeltaFiles(codec=codec_name, changed=changed),
     )

@@ -80,7 +80,7 @@ class Pending:
         run_id: str,
         epoch: str,
         *,
-        delta: documents.Delta | None = None,
+        delta: documents.DeltaFiles | None = None,
         anchor: Anchor | None = None,
         requires: Sequence[str] = (),
     ) -> Record:
@@ -124,10 +124,8 @@ class Pending:
         self.released.set()
         _tell((self.encoded, self.uploaded), error)
 
-    def renewed(self) -> Callable[[BaseException], None]:
-        """Part from the receipts, because the job is tried again for later ones. Returns what tells them
-        why.
-        """
+    def detach_receipts(self) -> Callable[[BaseException], None]:
+        """Give the job new futures for a retry. Returns a function that fails the old ones."""
         receipts, self.encoded, self.uploaded = (self.encoded, self.uploaded), Future(), Future()
         if self.full:  # whose size is known
             self.encoded.set_result(receipts[0].result())

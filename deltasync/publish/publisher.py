@@ -32,7 +32,7 @@ from deltasync.publish.upload import Decision, UploadQueue
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints
 from deltasync.tensors.delta import joined, merge
-from deltasync.threads import OneCaller, let_go
+from deltasync.threads import OneCaller, release_after_interrupt
 
 logger = get_logger(__name__)
 
@@ -412,7 +412,7 @@ class BasePublisher:
         A waiting job goes on. If the shadow may have any bits, the next version has full weights.
         """
         if self._shadow is not None:
-            let_go(self._shadow.lock)
+            release_after_interrupt(self._shadow.lock)
         self._uploader.recover(is_torn=self._is_torn)
         if self._is_torn:
             self._starts_over = True

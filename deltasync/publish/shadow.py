@@ -23,7 +23,7 @@ from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError, get_logger
 from deltasync.kernels import native
 from deltasync.kernels.backend import accelerator
-from deltasync.publish.detect import Difference, HostShadow, Looks, copied, looks_of
+from deltasync.publish.detect import Difference, HostShadow, Traits, copied, traits_of
 from deltasync.publish.ranges import Range, TensorRange
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, signed_view
@@ -70,7 +70,7 @@ class Shadow:
         self._memory = HostShadow(self.layout, self.ranges, memory) if isinstance(memory, Mapping) else memory
         self._place, self._is_settled = place, self._memory.device is not None
         self._snapshots: list[Snapshot] = []
-        self._planned: tuple[list[str], Looks] | None = None
+        self._planned: tuple[list[str], Traits] | None = None
         self._next, self._due = 0, 0.0  # of the audit: number of the next tensor, and elements that are due
 
     @property
@@ -216,7 +216,7 @@ class Shadow:
             vectors = self.layout.vectors
             found = (
                 vectors[width].names[t]
-                for width, above_T in difference.aboves.items()
+                for width, above_T in difference.new_nan_counts.items()
                 for t in np.flatnonzero(above_T).tolist()
             )
             self.with_nan = [*dict.fromkeys([*self.with_nan, *found])]
@@ -270,7 +270,7 @@ class Shadow:
         self._is_settled = True
 
     def _plan(self, names: list[str], held: Sequence[torch.Tensor]) -> None:
-        planned = names, looks_of(held)
+        planned = names, traits_of(held)
         if planned != self._planned:
             self._planned = None  # if it is interrupted
             self._memory.plan(names, held)

@@ -19,7 +19,7 @@ from deltasync.errors import PublishError, get_logger
 from deltasync.publish.agreement import Alone
 from deltasync.publish.encode import GroupEncoder
 from deltasync.publish.pending import Pending
-from deltasync.threads import Workers, let_go
+from deltasync.threads import Workers, release_after_interrupt
 
 logger = get_logger(__name__)
 
@@ -236,7 +236,7 @@ class UploadQueue:
     def _let_go(self) -> None:
         """Release the locks that an interrupt has left this thread holding."""
         for lock in (self.lock, self._worker.lock, self.puts.lock):
-            let_go(lock)
+            release_after_interrupt(lock)
 
     def _end_waits(self) -> None:
         with self.lock:

@@ -19,13 +19,14 @@ import torch.distributed as dist
 from deltasync.errors import ConfigError, ModelMismatchError, get_logger
 from deltasync.kernels import native
 from deltasync.publish.agreement import Alone
-from deltasync.publish.detect import Difference, Looks, copied, looks_of, pieces
+from deltasync.publish.detect import Difference, Traits, copied, pieces, traits_of
 from deltasync.publish.ranges import Range, Stream, TensorRange, Tensors
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors import TensorSpec, check_specs, fingerprint
 from deltasync.tensors.bits import bits_of, readable, served_name
 from deltasync.trainer.stream import (
     MARKS,
+    addresses_of,
     check_alike,
     check_ignored,
     empty_like,
@@ -33,7 +34,6 @@ from deltasync.trainer.stream import (
     gathered_places,
     pair_of,
     part_of,
-    places,
     stays,
     tensors_of,
 )
@@ -92,7 +92,7 @@ class Source:
                 n: _Held(spec.dtype, spec.shape, *self.held[0][n], 0) for n, spec in self.specs.items()
             }
         # Of a stream that stays, whose parts are its tensors: names, types, ranges, looks.
-        self._seen: tuple[list[str], list[type], _Ranges, Looks] | None = None
+        self._seen: tuple[list[str], list[type], _Ranges, Traits] | None = None
 
     def first(self, stream: Stream) -> dict[str, TensorRange]:
         """Read a first stream, and agree on who publishes what. Return what this rank publishes, by name.
@@ -165,7 +165,7 @@ class Source:
         self._seen = None  # until the shadow has a table of these
         found = shadow.compare([name for name, _ in parts], held)
         self._seen = (
-            ([*map(_NAME, pairs)], [*map(type, given)], _ranges(given), looks_of(held)) if are_same else None
+            ([*map(_NAME, pairs)], [*map(type, given)], _ranges(given), traits_of(held)) if are_same else None
         )
         return found
 
@@ -211,7 +211,7 @@ class Source:
                 raise ModelMismatchError(f"{name} was published as {was}, and now is {now}. {_GATHERED}")
             if part is None:
                 assert isinstance(tensor, torch.Tensor)
-                if gathered and places(tensor) & gathered:
+                if gathered and addresses_of(tensor) & gathered:
                     of = (
                         f", and rank {dist.get_rank()} publishes alone. {_TOGETHER}"
                         if alone
@@ -275,7 +275,7 @@ class Source:
         if ([*names], [*map(type, given)], _ranges(given)) != self._seen[:3]:
             return None
         held = [each.held if type(each) is TensorRange else each for each in given]
-        if looks_of(held) != self._seen[3] or not all(map(MARKS.isdisjoint, map(_DICT, held))):
+        if traits_of(held) != self._seen[3] or not all(map(MARKS.isdisjoint, map(_DICT, held))):
             return None
         if not all(map(torch.Tensor.data_ptr, held)) and any(
             each.numel() and not each.data_ptr() for each in held

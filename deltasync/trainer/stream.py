@@ -415,20 +415,18 @@ def gathered_places() -> set[int]:
         for param in (param for group in groups for param in group.fsdp_params):
             whole = getattr(param, "_unsharded_param", None)
             if whole is not None:
-                found |= places(getattr(whole, "_local_tensor", whole))
+                found |= addresses_of(getattr(whole, "_local_tensor", whole))
     return found
 
 
-def places(tensor: torch.Tensor) -> set[int]:
-    """Return the addresses of the memory that a tensor's values come from, of a wrapper subclass those that
-    it tells.
-    """
+def addresses_of(tensor: torch.Tensor) -> set[int]:
+    """Return the data pointers of a tensor, or of the tensors inside a wrapper subclass."""
     if not is_wrapper(tensor):
         return {address_of(tensor)} - {0}
     if not hasattr(tensor, "__tensor_flatten__"):
         return set()
     inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
-    return {place for each in inner if isinstance(each, torch.Tensor) for place in places(each)}
+    return {place for each in inner if isinstance(each, torch.Tensor) for place in addresses_of(each)}
 
 
 BLOCK = 128

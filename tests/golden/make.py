@@ -28,13 +28,12 @@ from obstore.store import MemoryStore
 
 from deltasync import codec
 from deltasync.channel import keys
-from deltasync.channel.documents import Delta, Reference, VersionId
+from deltasync.channel.documents import DeltaFiles, Reference, VersionId
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.kernels import native
 from deltasync.stores.object import ObstoreStore
-from deltasync.tensors import ITEM_BYTES, Layout, Sparse, TensorSpec
-from deltasync.tensors import Delta as TensorDelta
+from deltasync.tensors import ITEM_BYTES, Delta, Layout, Sparse, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
 from tests.channels import EPOCH, Made
 
@@ -315,7 +314,7 @@ def ranks(folder: Path) -> None:
         for start, stop in ((0, BLOCK), (BLOCK, 3 * BLOCK), (3 * BLOCK, new.size)):
             index_K, step_K = native.diff(old[start:stop], new[start:stop])
             layout = Layout(channel.specs)
-            steps = TensorDelta(layout, {2: Sparse(index_K.astype(np.int32) + np.int32(start), step_K)})
+            steps = Delta(layout, {2: Sparse(index_K.astype(np.int32) + np.int32(start), step_K)})
             held, digests = (new[start:stop], start), channel.fingerprints(states[1])
             payloads.append(codec.get(codec_name).encode(steps, lambda _, held=held: held, digests, 2, 1))
         folder_key = keys.parts_folder(2, EPOCH, attempt=1)
@@ -324,7 +323,7 @@ def ranks(folder: Path) -> None:
             for rank, payload in enumerate(payloads[1:], start=1)
         ]
         changed = int((old != new).sum())
-        delta = Delta(codec=codec_name, changed=changed, parts=files[::-1])
+        delta = DeltaFiles(codec=codec_name, changed=changed, parts=files[::-1])
         channel.append(channel.record("delta", 2, states[1], delta=delta), payloads[0], states[1])
         channel.head()
         write(channel, folder / f"ranks/{codec_name}")
@@ -359,7 +358,7 @@ def damage_entry(entry: str) -> Callable[[Made, list[Weights]], None]:
         raw = array.view(torch.uint8).numpy().copy()
         raw.reshape(-1)[raw.size // 2 if entry == "w.values" else 1] ^= 1
         arrays = payload.arrays | {entry: torch.from_numpy(raw).view(array.dtype)}
-        delta = Delta(codec=channel.codec_name, changed=changed)
+        delta = DeltaFiles(codec=channel.codec_name, changed=changed)
         record = channel.record("delta", 2, after, delta=delta)
         channel.append(record, dataclasses.replace(payload, arrays=arrays), after)
 
@@ -369,7 +368,7 @@ def damage_entry(entry: str) -> Callable[[Made, list[Weights]], None]:
 def require_more(channel: Made, states: list[Weights]) -> None:
     """A feature that nobody knows."""
     ((payload, changed),) = channel.encode(states[0], states[1], 2, 1, 1)
-    delta = Delta(codec=channel.codec_name, changed=changed)
+    delta = DeltaFiles(codec=channel.codec_name, changed=changed)
     channel.append(
         channel.record("delta", 2, states[1], delta=delta, requires=["telepathy"]), payload, states[1]
     )
@@ -378,7 +377,7 @@ def require_more(channel: Made, states: list[Weights]) -> None:
 def contradict(channel: Made, states: list[Weights]) -> None:
     """A record that says that it changes fewer elements than its payload does."""
     ((payload, changed),) = channel.encode(states[0], states[1], 2, 1, 1)
-    delta = Delta(codec=channel.codec_name, changed=changed - 1)
+    delta = DeltaFiles(codec=channel.codec_name, changed=changed - 1)
     channel.append(channel.record("delta", 2, states[1], delta=delta), payload, states[1])
 
 
@@ -386,7 +385,7 @@ def promise_more(channel: Made, states: list[Weights]) -> None:
     """A record that names a part that is larger than any may be."""
     files = [channel.put_file(f"{keys.parts_folder(2, EPOCH)}/{keys.part(0, 1)}", b"x")]
     files = [dataclasses.replace(file, bytes=1 << 40) for file in files]
-    delta = Delta(codec=channel.codec_name, changed=1, parts=files)
+    delta = DeltaFiles(codec=channel.codec_name, changed=1, parts=files)
     channel.append(channel.record("delta", 2, states[1], delta=delta), None, states[1])
 
 

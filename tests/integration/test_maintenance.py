@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 
 from deltasync import codec, ops, tensors
 from deltasync.channel import documents, keys, record
-from deltasync.channel.documents import Delta, VersionId
+from deltasync.channel.documents import DeltaFiles, VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.channel.signing import Signer, new_key
@@ -442,7 +442,7 @@ def _wrong_compaction(store: Store) -> None:
     lossy = tensors.Delta(reader.layout, {2: tensors.Sparse(right.at_K[1:], right.data_K[1:])})
     payload = codec.get("packed").encode(lossy, lambda _: (new, 0), deltas.digests({"w": new}), 6, 2)
     two, six = reader.numbered(2).version, reader.numbered(6)
-    delta = Delta(codec="packed", changed=lossy.changed)
+    delta = DeltaFiles(codec="packed", changed=lossy.changed)
     prints, author = {"w": 0, "ids": 0}, keys.new_author()
     made = compaction.encode_shortcut(
         reader, six.version, payload, prints, None, author, base=two, delta=delta

@@ -229,7 +229,7 @@ MUTANTS = {
         "            before = shadow.fingerprints\n"
         "            shadow.apply(found)\n"
         "            shadow.fingerprints = before\n"
-        "            found = type(found)(found.pieces, found.gains, found.aboves)\n"
+        "            found = type(found)(found.pieces, found.gains, found.new_nan_counts)\n"
         "        decision = uploader.finisher.decide(",
         "job parts",
     ),

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from deltasync import errors, open_store
 from deltasync.channel import keys, signing
-from deltasync.channel.documents import Delta
+from deltasync.channel.documents import DeltaFiles
 from deltasync.config import ReplicaSettings
 from deltasync.errors import StoreError
 from deltasync.serve.metrics import Metrics
@@ -66,7 +66,7 @@ class Scene:
         self.trainer.weights["w"].view(torch.int16)[:3] += 1
         encoded, changed = channel.encode(channel.bits[base.sha256], self.trainer.weights, 3, 2, 1)[0]
         record = channel.record(
-            "delta", 3, self.trainer.weights, delta=Delta(codec="packed", changed=changed)
+            "delta", 3, self.trainer.weights, delta=DeltaFiles(codec="packed", changed=changed)
         )
         channel.append(dataclasses.replace(record, requires=["teleport"]), encoded, self.trainer.weights)
         channel.head()

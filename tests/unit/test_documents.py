@@ -17,7 +17,7 @@ from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import (
     Anchor,
     Channel,
-    Delta,
+    DeltaFiles,
     EpochDocument,
     File,
     Head,
@@ -27,14 +27,13 @@ from deltasync.channel.documents import (
 )
 from deltasync.codec.base import Encoded, open_payload
 from deltasync.errors import CorruptDataError, FormatError
-from deltasync.tensors import Delta as Changes
-from deltasync.tensors import Layout, Sparse, TensorSpec
+from deltasync.tensors import Delta, Layout, Sparse, TensorSpec
 
 EPOCH, NEXT = "000001-0000000a", "000002-0000000b"
 TABLE: dict[str, tuple[str, tuple[int, ...]]] = {"w": ("bfloat16", (2, 3)), "scale": ("float32", ())}
 BASE = VersionId(1, EPOCH, "a" * 64)
 FILE = File(key="parts/0000000002.000001-0000000a.0/000-00001.safetensors", bytes=10, sha256="a" * 64)
-DELTA = Delta(codec="packed", changed=3, parts=[FILE])
+DELTA = DeltaFiles(codec="packed", changed=3, parts=[FILE])
 FOLDER = "anchors/0000000002.000001-0000000a.0"
 ANCHOR = Anchor(
     directory=FOLDER,
@@ -345,7 +344,7 @@ def test_a_damaged_opening_is_corrupt(fields: dict[str, Any]) -> None:
 
 def _payload() -> Encoded:
     bits = torch.arange(6, dtype=torch.int16).numpy().view("u2")
-    changes = Changes(
+    changes = Delta(
         Layout({"w": TensorSpec("w", "bfloat16", (2, 3))}), {2: Sparse(bits[:2].astype("i4"), bits[:2])}
     )
     return codec.get("raw").encode(changes, lambda _: (bits, 0), {"w": 0}, 2, 1)

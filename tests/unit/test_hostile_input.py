@@ -23,7 +23,7 @@ import zstandard
 import deltasync
 from deltasync import Replica, codec, limits, open_store, ops
 from deltasync.channel import documents, keys, payloads, record
-from deltasync.channel.documents import Anchor, Channel, Delta, File, Record, Reference
+from deltasync.channel.documents import Anchor, Channel, DeltaFiles, File, Record, Reference
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.base import FORMAT, Encoded
@@ -33,8 +33,7 @@ from deltasync.opening.checkpoint import load
 from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat, heartbeat_of
 from deltasync.stores.base import ObjectInfo
-from deltasync.tensors import Delta as TensorDelta
-from deltasync.tensors import Layout, Sparse, TensorSpec
+from deltasync.tensors import Delta, Layout, Sparse, TensorSpec
 from tests.channels import EPOCH, RUN, Made, made
 from tests.conftest import assert_same_bits
 from tests.faults import FaultyStore
@@ -66,7 +65,7 @@ def _append(
     channel: Made, payload: Encoded | None, name: str, changed: int = 800, parts: Sequence[File] = ()
 ) -> None:
     """Version 2, with this payload and these parts."""
-    delta = Delta(codec=name, changed=changed, parts=list(parts))
+    delta = DeltaFiles(codec=name, changed=changed, parts=list(parts))
     channel.append(channel.record("delta", 2, _weights(0), delta=delta), payload, _weights(0))
 
 
@@ -196,7 +195,7 @@ def test_a_delta_of_other_shapes_is_corrupt(
 ) -> None:
     spec = TensorSpec("w", "bfloat16", (20, 4000))
     index_K, step_K = np.array([3, 79_999], np.int32), np.array([1, 1], np.uint16)
-    delta = TensorDelta(Layout({"w": spec}), {2: Sparse(index_K, step_K)})
+    delta = Delta(Layout({"w": spec}), {2: Sparse(index_K, step_K)})
     new = np.zeros(spec.element_count, np.uint16)
     _append(channel, codec.get(name).encode(delta, lambda _: (new, 0), {"w": 0}, 2, 1), name)
     _refused(channel, "'w'" if name == "raw" else "malformed block of elements of 2 bytes", caplog)
@@ -208,7 +207,7 @@ def test_a_delta_of_other_dtypes_is_corrupt_or_not_the_published_bits(
 ) -> None:
     index_K = np.arange(0, 800, 3, dtype=np.int32)
     spec = TensorSpec("w", "float64", (20, 40))
-    delta = TensorDelta(Layout({"w": spec}), {8: Sparse(index_K, np.full(index_K.size, 1 << 40, np.uint64))})
+    delta = Delta(Layout({"w": spec}), {8: Sparse(index_K, np.full(index_K.size, 1 << 40, np.uint64))})
     _append(
         channel, codec.get(name).encode(delta, lambda _: (np.zeros(800, np.uint64), 0), {"w": 0}, 2, 1), name
     )

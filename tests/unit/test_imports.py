@@ -27,7 +27,6 @@ WINGS = ("clouds", "gpu", "opening", "serve", "ops", "trainer", "interchange")
 ROOMS = (*CORE, *WINGS)
 # What the core still imports of its wings. Nothing comes to it.
 KNOWN: set[str] = set()
-TWICE = {"Delta"}  # a name of two classes still
 # What plugins still import of other rooms than `serve`, and, beside a trainer, `trainer`. Nothing comes to it.
 PLUGINS_KNOWN = {
     "mlx_plugin channel.reading",
@@ -184,7 +183,7 @@ def test_a_class_name_stands_once() -> None:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
-    assert not {name: modules for name, modules in homes.items() if len(modules) > 1 and name not in TWICE}
+    assert not {name: modules for name, modules in homes.items() if len(modules) > 1}
 
 
 def test_only_the_choice_of_kernels_imports_the_oracle() -> None:

@@ -15,7 +15,7 @@ import torch
 
 from deltasync import Publisher, codec, open_store, ops, tensors
 from deltasync.channel import documents, keys, payloads
-from deltasync.channel.documents import Anchor, Delta, File, Record
+from deltasync.channel.documents import Anchor, DeltaFiles, File, Record
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import (
     ConfigError,
@@ -217,7 +217,7 @@ class TestFolds:
         part = a.log.put_file(
             keys.parts_folder(3, a.log.epoch, 7), "000-00001.safetensors", b"a compaction's"
         )
-        delta = Delta(codec="packed", changed=1, parts=[part])
+        delta = DeltaFiles(codec="packed", changed=1, parts=[part])
         compaction = a.log.shortcut(found[2].version, "1" * 16, None, base=found[0].version, delta=delta)
         anchor = found[0].record.anchor
         assert anchor is not None
@@ -300,7 +300,7 @@ def test_a_payload_goes_into_the_record(anywhere: Place) -> None:
         epoch=log.epoch,
         created_at=documents.now(),
         fingerprint="0" * 16,
-        delta=Delta(codec="raw", changed=2),
+        delta=DeltaFiles(codec="raw", changed=2),
         step=-5,
     )
     stored = log.append(document, payload)

@@ -10,13 +10,12 @@ import torch
 
 from deltasync import Replica, codec, open_store, ops
 from deltasync.channel import keys
-from deltasync.channel.documents import Delta
+from deltasync.channel.documents import DeltaFiles
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError, MissingVersionError
 from deltasync.kernels import native
-from deltasync.tensors import Delta as Changes
-from deltasync.tensors import Layout, Sparse, TensorSpec, fingerprint
+from deltasync.tensors import Delta, Layout, Sparse, TensorSpec, fingerprint
 from deltasync.threads import ahead
 from tests.channels import Made
 from tests.conftest import assert_same_bits
@@ -28,7 +27,7 @@ PATIENCE_S = 60.0
 
 def encode(codec_name: str, at_K: np.ndarray, new_N: np.ndarray, start: int, digest: int = 0) -> Encoded:
     """A payload that adds one at these indices of a range, by the rank that holds it."""
-    delta = Changes(LAYOUT, {2: Sparse(at_K, np.ones(at_K.size, np.uint16))})
+    delta = Delta(LAYOUT, {2: Sparse(at_K, np.ones(at_K.size, np.uint16))})
     return codec.get(codec_name).encode(delta, lambda _: (new_N, start), {"w": digest % (1 << 64)}, 2, 1)
 
 
@@ -50,7 +49,7 @@ def split(url: str, codec_name: str, parts: list[tuple[list[int], int]]) -> torc
         key = f"{keys.parts_folder(2, channel.epoch)}/{keys.part(number, 1)}"
         files.append(channel.put_file(key, payload.to_bytes()))
     model = {"w": torch.from_numpy(new.view(np.int16))}
-    delta = Delta(codec=codec_name, changed=int(new.sum()), parts=files)
+    delta = DeltaFiles(codec=codec_name, changed=int(new.sum()), parts=files)
     channel.append(channel.record("delta", 2, model, delta=delta), None, model)
     channel.head()
     return model["w"]

@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 import pytest
 
 from deltasync.channel import documents, keys
-from deltasync.channel.documents import Anchor, Delta, File, Record, VersionId
+from deltasync.channel.documents import Anchor, DeltaFiles, File, Record, VersionId
 from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, MissingVersionError
 from deltasync.ops import KeepPolicy, retention
@@ -35,7 +35,7 @@ def _record(
         created_at=documents.now(),
         base=None if base is None else VersionId(base.version, base.epoch, _SHA256),
         fingerprint="0" * 16,
-        delta=None if anchor or seal else Delta(codec="packed", changed=1, parts=[_file(part)]),
+        delta=None if anchor or seal else DeltaFiles(codec="packed", changed=1, parts=[_file(part)]),
         anchor=weights if anchor else None,
         step=10 * version,
         next_epoch=TWO if seal else None,
