@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -30,7 +31,7 @@ from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import NotPublishedError
-from deltasync.publish.log import Log
+from deltasync.publish.log import HeadWriter
 from deltasync.stores.local import LocalStore
 from tests.conftest import assert_same_bits
 from tests.processes import PATIENCE_S, in_a_process
@@ -146,25 +147,23 @@ class Trainer:
         with self._patched(), self.open(store) as publisher:
             for step in self.steps:
                 publisher.publish(weights(step).items(), step=step).wait(PATIENCE_S)
-                for thread in (
-                    publisher._uploader._worker,
-                    publisher._uploader.finisher.maintenance._workers,
-                ):  # type: ignore[union-attr]
+                queue: Any = publisher._uploader
+                for thread in (queue._worker, queue.finisher.maintenance._workers):
                     thread.submit(int).result(PATIENCE_S)  # in an order that is the same every time
         passed.send(store.passed)
 
     @contextlib.contextmanager
     def _patched(self) -> Iterator[None]:
         """One write after the other, in an order that is the same every time; and no long waits."""
-        follow = Log._follow_with_head
+        follow = HeadWriter.follow
 
-        def follow_and_wait(log: Log) -> None:
-            follow(log)
-            log._head.submit(int).result(PATIENCE_S)
+        def follow_and_wait(head: HeadWriter) -> None:
+            follow(head)
+            head.workers.submit(int).result(PATIENCE_S)
 
         with (
             mock.patch("deltasync.ops.compactor._LEAST_BETWEEN", 1),
-            mock.patch.object(Log, "_follow_with_head", follow_and_wait),
+            mock.patch.object(HeadWriter, "follow", follow_and_wait),
             mock.patch("deltasync.publish.encode.INLINE_BYTES", 0)
             if self.parts
             else contextlib.nullcontext(),

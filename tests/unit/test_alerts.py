@@ -19,7 +19,7 @@ from deltasync import errors, open_store
 from deltasync.channel import keys, signing
 from deltasync.channel.documents import DeltaFiles
 from deltasync.config import ReplicaSettings
-from deltasync.errors import StoreError
+from deltasync.errors import StoreError, TransientStoreError
 from deltasync.serve.metrics import Metrics
 from tests import driving
 from tests.docs.pages import ROOT
@@ -80,9 +80,13 @@ class Scene:
         another.channel.run_id = "another"
         another.publish()
 
-    def away(self) -> None:
+    def refuses(self) -> None:
         for verb in ("read", "list"):
             self.store.fail_at(verb, "", times=1000, error=StoreError)
+
+    def away(self) -> None:
+        for verb in ("read", "list"):
+            self.store.fail_at(verb, "", times=1000, error=TransientStoreError)
 
     def hangs(self) -> None:
         self.store.hold_at("read")
@@ -106,7 +110,8 @@ CASES: dict[str, Callable[[Scene], None]] = {
     "a newer deltasync writes the channel": Scene.newer,
     "the channel was deleted": Scene.deleted,
     "another run is at the URL": Scene.foreign,
-    "the store refuses, or is away": Scene.away,
+    "the store refuses: credentials, a bucket that is gone": Scene.refuses,
+    "the store is away": Scene.away,
     "the store hangs, also while workers stage": Scene.hangs,
     "every commit is undone": Scene.undone,
     "no error, an old version": Scene.pinned,
@@ -176,7 +181,8 @@ def test_what_a_stuck_replica_shows(
                 await until(lambda: driver.newest == 5)
                 await until(lambda: value(registry, "deltasync_newest_version") == 5)
                 assert value(registry, "deltasync_served_version") == 2
-                assert (driver.state, driver.error, driver.status(0).pin) == ("serving", None, "2")
+                await until(lambda: (driver.state, driver.error) == ("serving", None))
+                assert driver.status(0).pin == "2"
             if "seconds since followed" in alerts:
                 monkeypatch.setattr("deltasync.following.state.STALE_S", 0.3)
                 monkeypatch.setattr("deltasync.following.state.STALE_POLLS", 0)

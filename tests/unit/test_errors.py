@@ -55,7 +55,7 @@ def test_no_exit_code_is_a_shells() -> None:
 
 
 def test_other_ranks_learn_what_ended_one() -> None:
-    assert ranks._described(KeyboardInterrupt()) == ("KeyboardInterrupt", "it was ended by KeyboardInterrupt")
-    assert ranks._described(Terminated(143)) == ("Terminated", "it was ended by Terminated")
-    assert ranks._described(ValueError()) == ("ValueError", "ValueError")
-    assert ranks._described(ValueError("no")) == ("ValueError", "no")
+    assert ranks.described(KeyboardInterrupt()) == ("KeyboardInterrupt", "it was ended by KeyboardInterrupt")
+    assert ranks.described(Terminated(143)) == ("Terminated", "it was ended by Terminated")
+    assert ranks.described(ValueError()) == ("ValueError", "ValueError")
+    assert ranks.described(ValueError("no")) == ("ValueError", "no")
