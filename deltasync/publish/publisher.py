@@ -162,7 +162,7 @@ class BasePublisher:
         Raises:
             ModelMismatchError: names, shapes or dtypes are not the channel's. Nothing is published and the
                 shadow is as before, as with any error that the stream or the encoder raises.
-            ResumeMismatchError: this is the first publish of a resumed run, and the channel has other bits of
+            ChannelInUseError: this is the first publish of a resumed run, and the channel has other bits of
                 this step.
             FencedError: another publisher has opened the channel.
             PublishError: another rank failed, or does not answer; nothing was published.
