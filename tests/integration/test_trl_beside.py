@@ -27,6 +27,7 @@ from tests.integration.trainers import (
     tiny_model,
     tiny_moe,
 )
+from tests.waiting import wait_until
 from trl_callback import DeltaSyncCallback, gather
 
 LORA: dict[str, Any] = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
@@ -319,6 +320,6 @@ def test_a_finished_trainer_holds_no_threads_and_trains_again(
     for _ in range(2):
         trainer.train()
         assert_same_bits(published_bits(url), saved_bits(model, tmp_path / "saved"))
-    names = {thread.name for thread in threading.enumerate()}
-    assert not names & {"deltasync-upload", "deltasync-maintenance"}
+    ended = {"deltasync-upload", "deltasync-maintenance"}  # a second after their last work
+    wait_until(lambda: not ended & {thread.name for thread in threading.enumerate()})
     assert Replica(url).sync() >= 4
