@@ -11,6 +11,7 @@ import contextlib
 import datetime
 import functools
 import importlib
+import itertools
 import os
 import pkgutil
 import queue
@@ -26,6 +27,7 @@ from concurrent.futures import _base as futures
 from types import FunctionType, ModuleType
 from typing import Any
 
+from deltasync.gpu import devices
 from tests.simulator.scheduler import (
     EPOCH_S,
     Condition,
@@ -247,16 +249,15 @@ def shown(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
         queue: _Queues(),
     }
     yield futures, "_AcquireFutures", contextlib.nullcontext  # which locks in the order of addresses
+    numbers = itertools.count()
+    # `wait` locks the futures of a set one by one, in the order of their hashes: of addresses, if left alone.
+    yield futures.Future, "__hash__", lambda future: vars(future).setdefault("number", next(numbers))
     for name in (*_product(), *_LIBRARIES):
         for attribute, value in [*vars(sys.modules[name]).items()]:
             if isinstance(value, ModuleType) and value in modules:
-                # How often live weights take a lock depends on their addresses.
-                is_quiet = value is threading and name.startswith("deltasync.live")
-                yield (
-                    sys.modules[name],
-                    attribute,
-                    Threading(scheduler, quiet=True) if is_quiet else modules[value],
-                )
+                yield sys.modules[name], attribute, modules[value]
+    # How often it takes its lock depends on addresses: tensors that lie one after the other are one.
+    yield devices, "threading", Threading(scheduler, quiet=True)
     for module, names in _REAL.items():
         for name in names:
             if isinstance(value := getattr(module, name), type):
