@@ -66,7 +66,7 @@ class Follow:
         reader: The channel.
         cursor: The position in it.
         commits: The last `limits.HISTORY` commits.
-        health: What became of the last step.
+        health: The outcome of the last step.
         waits: The pin, and who waits for a version.
     """
 

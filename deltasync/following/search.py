@@ -1,4 +1,4 @@
-"""What a replica knows of a channel: the newest version (`Tip`), records that were read ahead or announced
+"""A replica's knowledge of a channel: the newest version (`Tip`), records that were read ahead or announced
 (`Reads`), objects to avoid (`Skips`), and how the newest version is found again (`Search`).
 """
 

@@ -1,4 +1,4 @@
-"""What a replica is doing and how well (`Health`), and who waits for which version (`Waits`)."""
+"""The activity and health of a replica (`State`, `Health`), and who waits for which version (`Waits`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ago.
 
 
 class State(enum.StrEnum):
-    """What a replica does."""
+    """The activity of a replica."""
 
     WAITING = "waiting"
     STAGING = "staging"

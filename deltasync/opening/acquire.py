@@ -6,8 +6,8 @@ Crash points, for a log that ends with version v in epoch e:
     after the seal               the log of e has ended; replicas poll the new epoch, and so does whoever opens next
     after the epoch's document   the same; v + 1 goes into its slot in the new epoch
 
-Head and a listing say where to begin; from there on slots are read by their keys. What is in a slot and cannot be
-read ends the log as a version does, and the next one has full weights.
+Head and a listing say where to begin; from there on slots are read by their keys. A slot that cannot be read
+ends the log as a version does, and the next one has full weights.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class StepCheck:
     """Checks the first publish of a resumed run. All ranks make one and call it.
 
     Args:
-        ranks: What agrees.
+        ranks: The agreement of the ranks, or of one process.
         reader: Reads the channel.
         log: Knows the newest version; at the first rank only.
     """

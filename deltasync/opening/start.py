@@ -174,7 +174,7 @@ class Start:
     Only that stream tells which ranges each rank of a sharded trainer holds, and so has to read.
 
     Args:
-        ranks: What agrees.
+        ranks: The agreement of the ranks, or of one process.
         source: Reads the streams.
         reader: The channel's.
         state: The state of the channel.

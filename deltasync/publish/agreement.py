@@ -1,4 +1,4 @@
-"""What the processes of a trainer agree on. Here for one process, which has the whole model and asks nobody;
+"""The agreement of the processes of a trainer. Here for one process, which has the whole model and asks nobody;
 `deltasync.trainer.agreement` has the form for many.
 """
 

@@ -38,7 +38,7 @@ class Appender:
     """Makes the versions of a queue visible, in order.
 
     Attributes:
-        agreement: What this process agrees with others.
+        agreement: The agreement with other processes.
         maintenance: Compactions, anchors and garbage collection.
     """
 

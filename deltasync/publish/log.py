@@ -72,7 +72,7 @@ class Log:
         run_id: The run.
         channel: The channel's description, None for a new one.
         tip: The newest version that is stored.
-        fencing: What a new channel says of its store.
+        fencing: The field of a new channel that describes its store.
         owner: The owner that a new channel names, None for none.
 
     Attributes:

@@ -38,7 +38,7 @@ logger = get_logger(__name__)
 
 
 class Beginning(Protocol):
-    """What the first stream is compared with: the version that is resumed, a checkpoint, or nothing.
+    """The base of the first stream: the version that is resumed, a checkpoint, or nothing.
 
     Attributes:
         channel: The channel's description, once a stream was compared.
@@ -61,7 +61,7 @@ class Beginning(Protocol):
 
 
 class Opened(NamedTuple):
-    """What a channel was opened with; `deltasync.trainer.Publisher` puts it together.
+    """The parts of a publisher of an opened channel; `deltasync.trainer.Publisher` puts it together.
 
     Attributes:
         log: None where another process appends.
@@ -89,7 +89,7 @@ class BasePublisher:
     Attributes:
         store: The channel's store.
         settings: As they are in the channel.
-        agreement: What this process agrees with others that publish with it.
+        agreement: The agreement with other processes that publish with it.
     """
 
     def __init__(self, opened: Opened) -> None:

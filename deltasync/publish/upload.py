@@ -33,7 +33,7 @@ _ENDING_S = 2.0  # how long threads may take to end once they were told to
 
 
 class Decision(NamedTuple):
-    """What the next version is."""
+    """The number and kind of the next version."""
 
     serial: int  # of its job, or of a reference's before it, which takes one more
     version: int
@@ -64,11 +64,11 @@ class Finisher(Protocol):
 
     @property
     def agreement(self) -> Alone:
-        """What it agrees with other processes."""
+        """The agreement with other processes."""
 
     @property
     def work(self) -> tuple[Busy, ...]:
-        """What goes on beside the queue's own threads."""
+        """Work beside the queue's own threads."""
 
     @property
     def is_stopped(self) -> bool:
@@ -99,7 +99,7 @@ class UploadQueue:
     """Queue of at most two versions, one that runs and one that waits; a first reference may precede them.
 
     Attributes:
-        finisher: What makes them visible.
+        finisher: Makes them visible.
         full: Whether the next version needs full weights, because there is no base whose bits are known.
         joined: Of the waiting jobs, that which a publish joins.
         waiting: The jobs that have not begun.

@@ -1,4 +1,4 @@
-"""What the ranks of a sharded trainer agree on as they publish."""
+"""The agreement of the ranks of a sharded trainer as they publish."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _NUMBERS = re.compile(r"[0-9a-f]*[0-9][0-9a-f.-]*")  # in which messages of one 
 
 
 class Agreement(Ranks):
-    """What the ranks agree on; see `Alone` for the methods, and `Ranks` for how they talk."""
+    """The agreement of ranks; see `Alone` for the methods, and `Ranks` for how they talk."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         super().__init__(group, timeout_s)

@@ -28,7 +28,7 @@ class Answerer:
 
     Args:
         store: Where parts go.
-        agreement: What the ranks agree on.
+        agreement: The agreement of the ranks.
         maintenance: This rank's parts of compactions.
     """
 

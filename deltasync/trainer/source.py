@@ -68,7 +68,7 @@ class Source:
     names.
 
     Args:
-        ranks: What agrees.
+        ranks: The agreement of the ranks, or of one process.
         dtype: The rule of served dtypes.
         specs: The tensors of the channel, None if there is none yet.
 

@@ -249,7 +249,7 @@ class TestFileStore(StoreContract, DecidingSharedContract):
             ("warning", "2 temporary files")
         ]
         found = ops.gc(reader, grace_s=grace_s)
-        assert [info.key for info in found.objects] == (names[:1] if grace_s else sorted(names, reverse=True))
+        assert {info.key for info in found.objects} == {*(names[:1] if grace_s else names)}
         assert [path.name for path in (tmp_path / "run").rglob("*.tmp")] == (names[1:] if grace_s else [])
         assert ops.check(reader).garbage_objects == (1 if grace_s else 0)
 

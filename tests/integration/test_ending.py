@@ -285,9 +285,9 @@ class Away(WrappedStore):
             raise TransientStoreError("away")
         return action()
 encode = upload.GroupEncoder.encode
-def encode_slowly(*arguments):
+def encode_slowly(*arguments, **options):
     time.sleep(3)
-    return encode(*arguments)
+    return encode(*arguments, **options)
 upload.GroupEncoder.encode = encode_slowly
 upload.EXIT_S = 1.0
 store = Away(open_store(sys.argv[1]))

@@ -100,7 +100,7 @@ class LagRow:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelSize:
-    """What a channel holds, in numbers."""
+    """Numbers of what a channel holds."""
 
     element_count: int = 0
     tensor_count: int = 0
