@@ -262,8 +262,9 @@ class FleetHeartbeats:
         return [unread]
 
     def _read_one(self, info: ObjectInfo) -> list[Heartbeat]:
-        with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
-            return [msgspec.json.decode(self._store.read(info.key, limits.SMALL_BYTES), type=Heartbeat)]
+        for _ in range(2):  # one reply may be damaged, and a replica that is left out is waited for by nobody
+            with contextlib.suppress(*UNREADABLE_JSON, FormatError, ObjectMissingError):
+                return [msgspec.json.decode(self._store.read(info.key, limits.SMALL_BYTES), type=Heartbeat)]
         return []
 
 

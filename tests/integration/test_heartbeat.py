@@ -21,7 +21,7 @@ from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.life import Life
 from deltasync.stores import Store, open_store
 from tests.answers import Answers, Asked
-from tests.faults import FaultyStore
+from tests.faults import FaultyStore, truncated
 from tests.waiting import wait_until
 
 RUN = "run-1"
@@ -66,6 +66,20 @@ def beat(
 
 def wait(store: Store, version: int, timeout_s: float = 0.0, urls: Sequence[str] = ()) -> list[str]:
     return [found.replica_id for found in heartbeat.wait_for(store, RUN, version, PUBLISHED, timeout_s, urls)]
+
+
+def test_a_replica_whose_heartbeat_arrives_damaged_once_is_waited_for(store: Store) -> None:
+    beat(store, "ahead", 4)
+    beat(store, "behind", 3)
+    left = [1]
+
+    def cut_once(data: bytes) -> bytes:
+        return truncated(data) if left and left.pop() else data
+
+    assert isinstance(store, FaultyStore)
+    store.tamper("replicas/behind", cut_once)
+    with pytest.raises(AckTimeoutError, match="behind"):
+        wait(store, 4)
 
 
 OTHER = sha256_hex(b"version 3 of a backup that was restored")
