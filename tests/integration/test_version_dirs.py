@@ -428,13 +428,13 @@ def killed(arguments: list[str], where: str) -> None:
 @pytest.mark.parametrize(
     ("where", "named_base"),
     [
-        ("acquire._Opener.open", False),  # before anything of the channel
-        ("acquire._Opener.open", True),
-        ("log.Log.describe", False),
-        ("log.Log.describe", True),
-        ("log.Log.put_file", False),  # in the first upload; a version that is a reference has none
-        ("log.Log.append", False),
-        ("log.Log.append", True),
+        ("opening.acquire._Opener.open", False),  # before anything of the channel
+        ("opening.acquire._Opener.open", True),
+        ("publish.log.Log.describe", False),
+        ("publish.log.Log.describe", True),
+        ("publish.log.Log.put_file", False),  # in the first upload; a version that is a reference has none
+        ("publish.log.Log.append", False),
+        ("publish.log.Log.append", True),
     ],
 )
 def test_a_relay_that_was_killed_is_continued_by_the_same_command(
@@ -446,7 +446,7 @@ def test_a_relay_that_was_killed_is_continued_by_the_same_command(
     write_delta(source / "weight_v000001", 1, old, new)
     base = ["--base", str(tmp_path / "base")] if named_base else []
     arguments = ["relay", f"weight_v+file://{source}", target, "--once", "--json", *base]
-    killed(arguments, f"deltasync.publish.{where}")
+    killed(arguments, f"deltasync.{where}")
     command(*arguments)
     replica = Replica(target)
     assert replica.sync() == 2 and same(replica.state_dict(), new)
