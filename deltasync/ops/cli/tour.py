@@ -13,6 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from deltasync import Publisher, Receipt, Replica, Retention
+from deltasync.errors import ApplyError
 from deltasync.ops.cli.output import echo
 
 _LEARNING_RATE = 3e-7
@@ -26,7 +27,9 @@ def run() -> None:
         DeltaSyncError: the temporary folder cannot be used.
     """
     generator = torch.Generator().manual_seed(0)
-    masters = {name: 0.02 * torch.randn(shape, generator=generator) for name, shape in _SHAPES.items()}
+    masters = {
+        name: 0.02 * torch.randn(shape, generator=generator, device="cpu") for name, shape in _SHAPES.items()
+    }
     with tempfile.TemporaryDirectory(prefix="deltasync-") as folder:
         echo(f"channel    file://{folder}")
         with Publisher(f"file://{folder}", retention=Retention(compact_every=0)) as publisher:
@@ -40,7 +43,10 @@ def run() -> None:
                 started = time.perf_counter()
                 replica.sync()
                 took_ms = 1e3 * (time.perf_counter() - started)
-                assert _sha256(replica.state_dict()) == _sha256(weights), "the bits differ"
+                if _sha256(replica.state_dict()) != _sha256(weights):
+                    raise ApplyError(
+                        "The replica's bits are not the trainer's: this is a fault of deltasync."
+                    )
                 echo(
                     f"           replica: {took_ms:.0f} ms later, all bits of {receipt.total:,} elements equal"
                 )
@@ -49,7 +55,7 @@ def run() -> None:
 def _update(masters: Mapping[str, torch.Tensor], generator: torch.Generator) -> None:
     """Move each float32 master by about the learning rate, as Adam does."""
     for master in masters.values():
-        master.add_(torch.randn(master.shape, generator=generator), alpha=_LEARNING_RATE)
+        master.add_(torch.randn(master.shape, generator=generator, device="cpu"), alpha=_LEARNING_RATE)
 
 
 def _sent(receipt: Receipt) -> str:
