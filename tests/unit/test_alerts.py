@@ -5,9 +5,10 @@ page.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -51,14 +52,23 @@ class Scene:
         self.trainer.channel.signer = signing.Signer(self.folder / "theirs")
         self.trainer.publish()
 
+    @contextlib.contextmanager
+    def unread(self) -> Iterator[None]:
+        """No record is read meanwhile."""
+        gate = self.store.hold_at("read", keys.VERSIONS)
+        yield
+        gate.opened.set()
+
     def damaged(self) -> None:
-        self.trainer.publish()
-        self.store.tamper(self.of(3), flipped)
+        with self.unread():
+            self.trainer.publish()
+            self.store.tamper(self.of(3), flipped)
 
     def missing(self) -> None:
-        for _ in range(2):
-            self.trainer.publish()
-        self.store.delete(self.of(3))
+        with self.unread():
+            for _ in range(2):
+                self.trainer.publish()
+            self.store.delete(self.of(3))
 
     def newer(self) -> None:
         channel, base = self.trainer.channel, self.trainer.channel.tip
