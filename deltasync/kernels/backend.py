@@ -1,7 +1,7 @@
 """The seam to the device: a `Backend` works on bits where they are. This one is the host's; `gpu.backend` has
 that of an accelerator.
 
-Its verbs: compare and apply (`shadow`), encode and decode (`coder`), prepare and swap, fingerprint
+Its verbs: compare, apply and encode (a device's `shadow`), decode (`decoder`), prepare and swap, fingerprint
 (`kernels`). Where a verb's maker returns None, the room that asks does the work itself, on the host.
 """
 

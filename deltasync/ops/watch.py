@@ -6,21 +6,32 @@ the directory of the checkpoint that it started from.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Self
 
+from deltasync import limits
 from deltasync.channel import keys
 from deltasync.channel.documents import File
 from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.errors import FormatError, MissingVersionError, get_logger
+from deltasync.errors import (
+    FormatError,
+    MissingVersionError,
+    NotPublishedError,
+    ObjectExistsError,
+    StoreError,
+    TransientStoreError,
+    get_logger,
+)
 from deltasync.opening import checkpoint
 from deltasync.ops.scan import exists
 from deltasync.publish.log import Log
-from deltasync.stores.retries import retried
+from deltasync.stores import Store
+from deltasync.stores.retries import holds, retried
 
 logger = get_logger(__name__)
 
@@ -91,7 +102,7 @@ class JoinWatch:
             FencedError: another publisher has begun a run here.
             StoreError: the store did not answer.
         """
-        url, restored = self._reader.store.url, self._log.check_channel()
+        url, restored = self._reader.store.url, restore_channel(self._log)
         if restored is not None:
             logger.error(
                 "%s: %s. Nobody could join without it: look for a rule that deletes old objects.",
@@ -177,6 +188,47 @@ class JoinWatch:
         if not all(_is_whole(self._reader, file) for file in chain[0].record.payload_files):
             return None
         return point if chain[0].key == point.base.key else JoinPoint.of(chain[:1])
+
+
+def restore_channel(log: Log) -> str | None:
+    """Put channel.json back if it is gone or was overwritten: without it nobody can join. Return what had
+    happened.
+
+    Raises:
+        FencedError: another publisher has begun a run here.
+    """
+    store, data = log.store, log.channel_data
+    if data is None or _begins_with(store, data[: limits.SMALL_BYTES]):
+        return None
+    there = holds(store, keys.CHANNEL, data)
+    if there:
+        return None
+    if there is False and _is_other_run(log):
+        raise log.fence("Another publisher has begun a run in this place")
+    if there is None:
+        with contextlib.suppress(ObjectExistsError):
+            store.create(keys.CHANNEL, data)
+    else:
+        store.put(keys.CHANNEL, data)
+    return f"{keys.CHANNEL} was {'gone' if there is None else 'overwritten'} and is put back"
+
+
+def _begins_with(store: Store, first: bytes) -> bool:
+    try:
+        return store.read_range(keys.CHANNEL, 0, len(first)) == first
+    except TransientStoreError:
+        raise
+    except StoreError:  # it is gone or shorter
+        return False
+
+
+def _is_other_run(log: Log) -> bool:
+    """Whether channel.json is of a run that was begun after this publisher opened the channel."""
+    try:
+        found = ChannelReader(log.reader.store, log.reader.trusted).channel()
+    except (FormatError, NotPublishedError):
+        return False
+    return found.run_id != log.run_id
 
 
 def _is_whole(reader: ChannelReader, file: File) -> bool:

@@ -9,7 +9,6 @@ Crash points of `Log.append`, for version v + 1:
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import threading
 import time
@@ -33,12 +32,11 @@ from deltasync.errors import (
     NotPublishedError,
     ObjectExistsError,
     PublishPendingError,
-    StoreError,
     TransientStoreError,
     get_logger,
 )
 from deltasync.stores.base import Store
-from deltasync.stores.retries import RetryStore, holds
+from deltasync.stores.retries import RetryStore
 from deltasync.threads import Workers
 
 logger = get_logger(__name__)
@@ -121,6 +119,11 @@ class Log:
         """Number of the next record to append: after the pending one, if there is one."""
         newest = self.tip if self.pending is None else self.pending.version
         return 1 if newest is None else newest.version + 1
+
+    @property
+    def channel_data(self) -> bytes | None:
+        """The bytes of channel.json; None until it is stored."""
+        return None if self.channel is None or self._described is None else self._described[1]
 
     def attempt(self, version: int) -> int:
         """Return the number of attempts at a version that were given up; part of the names of its folders
@@ -275,44 +278,6 @@ class Log:
                 f"The store has not said whether it has {what}; the next publish puts the same bytes again. "
                 f"{error}"
             ) from error
-
-    def check_channel(self) -> str | None:
-        """Put channel.json back if it is gone or was overwritten: without it nobody can join. Return what had
-        happened.
-
-        Raises:
-            FencedError: another publisher has begun a run here.
-        """
-        data = b"" if self._described is None else self._described[1]
-        if self.channel is None or self._begins_with(data[: limits.SMALL_BYTES]):
-            return None
-        there = holds(self.store, keys.CHANNEL, data)
-        if there:
-            return None
-        if there is False and self._is_other_run():
-            raise self.fence("Another publisher has begun a run in this place")
-        if there is None:
-            with contextlib.suppress(ObjectExistsError):
-                self.store.create(keys.CHANNEL, data)
-        else:
-            self.store.put(keys.CHANNEL, data)
-        return f"{keys.CHANNEL} was {'gone' if there is None else 'overwritten'} and is put back"
-
-    def _begins_with(self, first: bytes) -> bool:
-        try:
-            return self.store.read_range(keys.CHANNEL, 0, len(first)) == first
-        except TransientStoreError:
-            raise
-        except StoreError:  # it is gone or shorter
-            return False
-
-    def _is_other_run(self) -> bool:
-        """Whether channel.json is of a run that was begun after this publisher opened the channel."""
-        try:
-            found = ChannelReader(self.reader.store, self.reader.trusted).channel()
-        except (FormatError, NotPublishedError):
-            return False
-        return found.run_id != self.run_id
 
 
 class HeadWriter:
