@@ -408,7 +408,7 @@ def test_watch_prints_a_line_per_change(
 ) -> None:
     url = store.url
     waiting = CliRunner().invoke(watch.watch, [url, "--once", "--json"])
-    assert isinstance(waiting.exception, NotPublishedError)
+    assert waiting.exit_code == NotPublishedError.exit_code
     publish(publisher, weights, 5)
     publisher.close()
     beat(store, publisher.run_id, "a", 4)

@@ -80,7 +80,12 @@ def require_vllm() -> None:
 @click.command("serve", params=[TRUSTED_KEYS], context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @click.option(
-    "--channel", metavar="URL", envvar="DELTASYNC_CHANNEL", required=True, help="The channel to follow."
+    "--channel",
+    metavar="URL",
+    envvar="DELTASYNC_CHANNEL",
+    show_envvar=True,
+    required=True,
+    help="The channel to follow.",
 )
 @click.option(
     "--adapter",

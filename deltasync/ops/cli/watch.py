@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import shlex
 import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
 from rich.filesize import decimal as size_of
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 _SHOWN = 12
 _BARS = "▁▂▃▄▅▆▇█"
 _COLOURS = {"serving": "green", "failed": "red", "stopped": "dim"}
+_WRONG = ("failed", "silent", "stale")
 
 
 @channel_command("one JSON object per change")
@@ -67,10 +69,12 @@ def watch(
 ) -> None:
     """Watch CHANNEL live: its versions, compactions, replicas and size, in the terminal or as a web page.
 
-    If the output is not a terminal, each change is printed as one line. With --once it ends with an error
-    where an object is missing that somebody needs to join. Documents and heartbeats are read, for a page also
-    the headers of deltas. Nothing is written to the channel, but for one small object that tells the store's
-    clock where every replica seems silent. Ends with Ctrl-C, --once or --timeout.
+    If the output is not a terminal, each change is printed as one line. With --once it ends with an error,
+    and names the next command, where something is wrong: an object is missing that somebody needs to join, a
+    record is damaged, or a replica is silent, failed or at a version of another run. Documents and heartbeats
+    are read, for a page also the headers of deltas. Nothing is written to the channel, but for one small
+    object that tells the store's clock where every replica seems silent. Ends with Ctrl-C, --once or
+    --timeout.
     """
     if page or out is not None:
         if once or as_json or timeout_s is not None:
@@ -79,15 +83,15 @@ def watch(
             )
         _show_page(reader, out, port, interval_s, last or 500, heat)
         return
+    if once:
+        _watch_once(reader, last or 100, as_json)
+        return
     from rich.console import Console
     from rich.live import Live
 
-    from deltasync import ops
     from deltasync.errors import DeltaSyncError
     from deltasync.ops.dashboard import ChannelObserver
 
-    if once:
-        ops.described(reader)  # raises if there is none: the URL is probably wrong
     observer = ChannelObserver(reader.store, last=last or 100, trusted_keys=reader.trusted)
     lines = as_json or not sys.stdout.isatty()
     before: ChannelSnapshot | None = None
@@ -97,24 +101,60 @@ def watch(
             try:
                 snapshot = with_bars(observer.refresh) if before is None else observer.refresh()
             except DeltaSyncError as error:
-                if once:
-                    raise
                 snapshot = observer.snapshot(error=str(error))
             if live is not None:
                 live.update(screen(snapshot), refresh=True)
             else:
-                for change in changes(before, snapshot):
-                    echo_json(change) if as_json else echo(sentence(change))
+                _print_changes(before, snapshot, as_json)
             if before is not None and snapshot.newest_version != before.newest_version:
                 moved_s = time.monotonic()
             before = snapshot
-            if once or (timeout_s is not None and time.monotonic() - moved_s > timeout_s):
-                if once:
-                    ops.check_join(reader)
+            if timeout_s is not None and time.monotonic() - moved_s > timeout_s:
                 if snapshot.newest_version is None:
                     reader.channel()
                 return
             time.sleep(interval_s)
+
+
+def _watch_once(reader: ChannelReader, last: int, as_json: bool) -> None:
+    """Show the channel. Where something is wrong, the last line says what, and the command to go on with."""
+    from rich.console import Console
+
+    from deltasync import ops
+    from deltasync.errors import ConfigError, DeltaSyncError, NotPublishedError, StoreError
+    from deltasync.ops.dashboard import ChannelObserver
+
+    try:
+        ops.described(reader)  # raises if there is none: the URL is probably wrong
+        observer = ChannelObserver(reader.store, last=last, trusted_keys=reader.trusted)
+        snapshot = with_bars(observer.refresh)
+        if as_json or not sys.stdout.isatty():
+            _print_changes(None, snapshot, as_json)
+        else:
+            Console().print(screen(snapshot))
+        ops.check_join(reader)
+    except ConfigError:  # its sentence names the cure
+        raise
+    except DeltaSyncError as error:
+        is_away = isinstance(error, StoreError | NotPublishedError)
+        _end(reader, str(error), "doctor" if is_away else "check", error.exit_code)
+    if snapshot.problems:
+        _end(reader, snapshot.problems[0], "check")
+    if wrong := [row for row in snapshot.replicas if row.error or row.strange or _state(row) in _WRONG]:
+        others = f" (and {count(len(wrong) - 1, 'other replica')})" if wrong[1:] else ""
+        _end(reader, f"{_replica(dataclasses.asdict(wrong[0]))}{others}.", "doctor", where=" on its machine")
+
+
+def _end(reader: ChannelReader, wrong: str, command: str, code: int = 1, where: str = "") -> NoReturn:
+    """End the command with a sentence and the next command."""
+    line = f"deltasync {command} {shlex.quote(reader.store.url)}"
+    echo(f"deltasync: {wrong} Next, run `{line}`{where}.", err=True)
+    sys.exit(code)
+
+
+def _print_changes(before: ChannelSnapshot | None, snapshot: ChannelSnapshot, as_json: bool) -> None:
+    for change in changes(before, snapshot):
+        echo_json(change) if as_json else echo(sentence(change))
 
 
 def changes(before: ChannelSnapshot | None, snapshot: ChannelSnapshot) -> Iterator[dict[str, Any]]:
@@ -275,7 +315,7 @@ def _replicas(snapshot: ChannelSnapshot) -> RenderableType:
 
 
 def _replica_cells(row: ReplicaRow) -> list[str | Text]:
-    state = row.state if row.live or row.state == "stopped" else "silent"
+    state = _state(row)
     shown = state if row.pin is None else f"{state}, pinned to {row.pin}"
     return [
         cell(row.replica_id),
@@ -286,6 +326,10 @@ def _replica_cells(row: ReplicaRow) -> list[str | Text]:
         f"{duration(row.age_s)} ago",
         cell(text_of(row.error)),
     ]
+
+
+def _state(row: ReplicaRow) -> str:
+    return row.state if row.live or row.state == "stopped" else "silent"
 
 
 def sparkline(numbers: list[int]) -> str:
