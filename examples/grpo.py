@@ -3,36 +3,27 @@ r"""GRPO on a vLLM server that follows the trainer through a channel: no NCCL, n
     DELTASYNC_CHANNEL=s3://bucket/run vllm serve Qwen/Qwen3-0.6B --worker-extension-cls vllm_plugin.DeltaSyncWorkerExtension
     python examples/grpo.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run
 
-Without a GPU, with vLLM for CPU:
+The same on CPUs, with a tiny model, a channel in a folder and a vLLM server (`make setup` installs all), in two minutes:
 
-    python examples/tiny_model.py /tmp/tiny
-    VLLM_CPU_KVCACHE_SPACE=1 deltasync serve /tmp/tiny --channel file:///tmp/run --enforce-eager --max-model-len 512 &
-    python examples/grpo.py --model /tmp/tiny --channel file:///tmp/run \
-        --use_cpu --bf16 false --gradient_checkpointing false
+    python examples/grpo.py --alone
 
 All options of TRL's GRPOConfig and of DeltaSyncConfig are options here.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from trl import GRPOConfig, GRPOTrainer, TrlParser
 
 from demo import task
+from demo.alone import ScriptArguments, alone
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
-
-
-@dataclass
-class ScriptArguments:
-    """The trained model."""
-
-    model: str
 
 
 def main() -> None:
     """Train on the counting task of the demo."""
-    parser = TrlParser((ScriptArguments, GRPOConfig, DeltaSyncConfig))
+    parser = TrlParser(
+        (ScriptArguments, GRPOConfig, DeltaSyncConfig), description=__doc__.partition("\n\n")[0]
+    )
     parser.set_defaults(
         output_dir="grpo-out",
         use_vllm=True,
@@ -58,4 +49,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    with alone(server=("--num_generations", "4", "--per_device_train_batch_size", "4")):
+        main()

@@ -4,11 +4,9 @@ evaluate.
     python examples/trainer.py --model Qwen/Qwen3-0.6B --channel s3://bucket/run --publish_steps 10
     deltasync serve Qwen/Qwen3-0.6B --channel s3://bucket/run      # now, later, or never
 
-Without a GPU:
+The same on CPUs, with a tiny model and a channel in a folder, in half a minute:
 
-    python examples/tiny_model.py /tmp/tiny
-    python examples/trainer.py --model /tmp/tiny --channel file:///tmp/run --use_cpu
-    deltasync log file:///tmp/run
+    python examples/trainer.py --alone
 
 All options of transformers' TrainingArguments and of DeltaSyncConfig are options here.
 """
@@ -16,24 +14,19 @@ All options of transformers' TrainingArguments and of DeltaSyncConfig are option
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
 
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, Trainer, TrainingArguments
 
 from demo import task
+from demo.alone import ScriptArguments, alone
 from trl_callback import DeltaSyncCallback, DeltaSyncConfig
-
-
-@dataclass
-class ScriptArguments:
-    """The trained model."""
-
-    model: str
 
 
 def main() -> None:
     """Train on demonstrations of the demo's counting task."""
-    parser = HfArgumentParser((ScriptArguments, TrainingArguments, DeltaSyncConfig))
+    parser = HfArgumentParser(
+        (ScriptArguments, TrainingArguments, DeltaSyncConfig), description=__doc__.partition("\n\n")[0]
+    )
     parser.set_defaults(
         output_dir="trainer-out", max_steps=20, learning_rate=1e-5, logging_steps=5, report_to="none"
     )
@@ -64,4 +57,5 @@ def demonstrations(tokenizer: AutoTokenizer, seed: int) -> list[dict[str, list[i
 
 
 if __name__ == "__main__":
-    main()
+    with alone():
+        main()

@@ -69,6 +69,27 @@ def test_trainer(tmp_path: Path, resumes: bool) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "trainer.py",
+        pytest.param("grpo.py", marks=pytest.mark.slow),
+        pytest.param("async_grpo.py", marks=pytest.mark.slow),
+    ],
+)
+def test_one_command_is_enough(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`--alone` makes what the run needs; the last version has the bits that the trainer saved."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    said = run_example(name, "--alone", "--save_steps", "4", cwd=tmp_path)
+    replica = Replica(said.splitlines()[-1].removeprefix("The versions: deltasync log "))
+    version = replica.sync()
+    saved = load_file(next(tmp_path.glob("*/out/checkpoint-4/model.safetensors")))
+    assert_same_bits(
+        replica.state_dict(), {name: tensor.to(torch.bfloat16) for name, tensor in saved.items()}
+    )
+    assert name == "trainer.py" or f"The server serves version {version}." in said
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
 def test_fsdp2(tmp_path: Path, processes: int) -> None:
