@@ -87,7 +87,12 @@ def _register() -> None:
     from vllm_plugin import compat
 
     _refuse_unfollowed()
-    if os.environ.get("DELTASYNC_ADAPTER") or compat.outside(vllm.__version__) is not None:
+    if compat.outside(vllm.__version__) is not None:
+        return
+    if os.environ.get("DELTASYNC_ADAPTER"):
+        from vllm_plugin import adapter_files
+
+        adapter_files.install()
         return
     from vllm_plugin import engine, salt
     from vllm_plugin.load.layers import keep_weights_addressable, note_models

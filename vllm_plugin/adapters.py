@@ -1,17 +1,15 @@
 """Following a channel that holds an adapter: vLLM's runtime LoRA loads each version under a name of its own.
 
-    next chain -> fetch, check and decode in a thread -> a directory as PEFT writes it -> load NAME-v7; NAME now means it too
+    next chain -> fetch, check and decode in a thread -> PEFT's files in memory -> load NAME-v7; NAME now means it too
 
 A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the
-versions apart. The last versions can be requested by name. Older ones are unloaded once no request uses them.
-An adapter of another base model than the one that vLLM has loaded is refused.
+versions apart. The newest versions can be requested by name, and those that requests used last; another one's
+name is answered with 409. An adapter of another base model than the one that vLLM has loaded is refused.
 """
 
 from __future__ import annotations
 
-import asyncio
-import shutil
-import tempfile
+import re
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -19,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from vllm.entrypoints.serve.lora.protocol import LoadLoRAAdapterRequest, UnloadLoRAAdapterRequest
 
 from deltasync.channel.documents import VersionId, sha256_hex
@@ -44,13 +42,53 @@ from deltasync.serve.engine import unique_name
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
+from vllm_plugin.adapter_files import CONFIG, AdapterFiles
 from vllm_plugin.pauses import OnLoop, generated_tokens, running_requests
+from vllm_plugin.versions import resolved
 
-KEPT = 2
-"""How many of the newest versions can be requested by name."""
+KEPT, KEPT_USED = 2, 6
+"""How many of the newest versions can be requested by name, and how many older ones that requests used last."""
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _GRACE_S = 60.0  # for requests that have looked up a version's name and do not run yet
+
+
+class Names(dict[str, Any]):
+    """vLLM's adapters by the names that requests may use. vLLM looks a request's model up here.
+
+    Attributes:
+        used_s: When a request last used a version, by the version's name.
+    """
+
+    def __init__(self, adapter: str, loaded: dict[str, Any]) -> None:
+        super().__init__(loaded)
+        self.used_s: dict[str, float] = {}
+        self._adapter = adapter
+        self._versioned = re.compile(rf"{re.escape(adapter)}(?:-v([0-9]+)(?:-[0-9a-f]+)?)?")
+
+    def __contains__(self, name: object) -> bool:
+        """Whether an adapter has this name. Notes its use, and why the request is refused if it is not served."""
+        found = self.get(name) if isinstance(name, str) else None
+        if isinstance(name, str) and self._versioned.fullmatch(name):
+            self._resolve(name, None if found is None else found.lora_name)
+        return found is not None
+
+    def _resolve(self, name: str, versioned: str | None) -> None:
+        if versioned is None:
+            resolved(None, self._refusal(name))
+            return
+        self.used_s[versioned] = time.monotonic()
+        match = self._versioned.fullmatch(versioned)
+        assert match is not None
+        resolved(int(match[1]), None)
+
+    def _refusal(self, name: str) -> tuple[int, str]:
+        kept = [each for each in self if each != self._adapter and self._versioned.fullmatch(each)]
+        if not kept:
+            return 503, f"No version of {self._adapter} is served yet."
+        return 409, (
+            f"{name} is not served here. Name {self._adapter}, the newest version, or one that is kept: "
+            f"{', '.join(kept)}."
+        )
 
 
 class AdapterTarget(MemoryTarget):
@@ -76,6 +114,9 @@ class AdapterTarget(MemoryTarget):
         self.served: list[str] = []
         self._engine, self._models, self._run = engine, models, run
         self._adapter = settings.adapter
+        self._requests = models.lora_requests = Names(self._adapter, models.lora_requests)
+        name_of = models.model_name
+        models.model_name = lambda lora=None: self._fixed(lora) or name_of(lora)
         self._last: StoredRecord | None = None  # of `version`
         self._config = b""
         self._staging: tuple[
@@ -83,7 +124,7 @@ class AdapterTarget(MemoryTarget):
         ]  # the end of the chain, its config, tokens and time at the beginning
         self._refusals: dict[bytes | None, str | None] = {}  # of each base that the channel named
         self._names: OrderedDict[int, str] = OrderedDict()
-        self._root = tempfile.TemporaryDirectory(prefix="deltasync-adapter-")
+        self._files: dict[str, AdapterFiles] = {}  # of each version's name
         # when each version that is not served by name any more was last in use
         self._retired: dict[str, float] = {}
 
@@ -112,9 +153,7 @@ class AdapterTarget(MemoryTarget):
         from.
         """
         if self._last is not None:
-            for name, tensor in load_file(
-                self._folder(self._versioned(self._last.version)) / _WEIGHTS
-            ).items():
+            for name, tensor in load_file(self._files[self._versioned(self._last.version)].weights).items():
                 bits_of(self.tensors[name])[:] = bits_of(tensor)
         self._opened.identified(self._last)
         super().settle()
@@ -124,10 +163,10 @@ class AdapterTarget(MemoryTarget):
         """As `Target.stage`; refuse an adapter of another base model."""
         tokens_before, begun_s, config = generated_tokens(), time.perf_counter(), self._config
         if chain[0].use_anchor:
-            found = self._model_file(chain[0], _CONFIG)
+            found = self._model_file(chain[0], CONFIG)
             if found is None:
                 raise ConfigError(
-                    f"{self.reader.store.url} holds no {_CONFIG}, so it is not the channel of an adapter. "
+                    f"{self.reader.store.url} holds no {CONFIG}, so it is not the channel of an adapter. "
                     "Publish with "
                     "adapter_only=True, or start the server without --adapter."
                 )
@@ -199,7 +238,7 @@ class AdapterTarget(MemoryTarget):
         running, done = running_requests(), super().commit(staged)
         last, config, tokens_before, begun_s = self._staging
         name = self._versioned(last.version)
-        self._write(self._folder(name), config)
+        self._write(name, config)
         written_s = time.perf_counter()
         self._run(self._load(name))
         self.version, self._last, self._config = last.version, last, config
@@ -213,49 +252,58 @@ class AdapterTarget(MemoryTarget):
 
     async def _load(self, name: str) -> None:
         """Have vLLM load a version, unless it still has it, and make the adapter's name mean it."""
-        if name not in self._models.lora_requests:
-            request = LoadLoRAAdapterRequest(lora_name=name, lora_path=str(self._folder(name)))
+        loaded, path = self._requests.get(name), self._files[name].path
+        if loaded is None or loaded.lora_path != path:  # vLLM refuses a name that is another adapter's
+            request = LoadLoRAAdapterRequest(lora_name=name, lora_path=path)
             reply = await self._models.load_lora_adapter(request)
             if not isinstance(reply, str):
+                self._files.pop(name).close()
                 raise ApplyError(f"vLLM did not load {name}: {reply.error.message}")
-        self._models.lora_requests[self._adapter] = self._models.lora_requests[name]
+        self._requests[self._adapter] = self._requests[name]
         self._retired.pop(name, None)
         self.served = [*(each for each in self.served if each != name), name]
 
-    def _write(self, folder: Path, config: bytes) -> None:
-        """Write the tensors as a PEFT directory, and compare the files with them."""
-        folder.mkdir(exist_ok=True)
-        (folder / _CONFIG).write_bytes(config)
-        save_file(self.tensors, folder / _WEIGHTS, {"format": "pt"})
-        tensors = load_file(folder / _WEIGHTS)
+    def _write(self, name: str, config: bytes) -> None:
+        """Write the tensors into files as PEFT does, unless vLLM has that version, and compare the files with
+        them.
+        """
+        if name not in self._files:
+            self._files[name] = AdapterFiles(config, self.tensors)
+        tensors = load_file(self._files[name].weights)
         written = {
-            name: native.fingerprint(tensor_key(name), bits_of(tensor)) for name, tensor in tensors.items()
+            each: native.fingerprint(tensor_key(each), bits_of(tensor)) for each, tensor in tensors.items()
         }
         if written != self._opened.memory.fingerprints:
+            self._files.pop(name).close()
             raise ApplyError(
-                f"{folder} does not hold the bits of version {self._opened.version} that were written."
+                f"{name} does not hold the bits of version {self._opened.version} that were written."
             )
 
     async def _retire(self) -> None:
-        """Unload versions older than those that are kept, and remove their directories, once no request uses
+        """Unload versions that are neither new nor used lately, and free their files, once no request uses
         them.
         """
         used = {state.lora_name for state in self._engine.output_processor.request_states.values()}
-        for name in [name for name in self.served[:-KEPT] if name not in used]:
-            await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
-            self.served.remove(name)
-            self._retired[name] = time.monotonic()
+        used_s = self._requests.used_s
+        older = [name for name in self.served[:-KEPT] if name not in used]
+        last_used = sorted((name for name in older if name in used_s), key=used_s.__getitem__)[-KEPT_USED:]
+        for name in older:
+            if name not in last_used:
+                await self._models.unload_lora_adapter(UnloadLoRAAdapterRequest(lora_name=name))
+                self.served.remove(name)
+                used_s.pop(name, None)
+                self._retired[name] = time.monotonic()
         for name, since in list(self._retired.items()):
             if name in used:
                 self._retired[name] = time.monotonic()
             elif time.monotonic() - since > _GRACE_S:
-                await asyncio.to_thread(shutil.rmtree, self._folder(name))
+                self._files.pop(name).close()
                 del self._retired[name]
 
     def digest(self) -> dict[str, str]:
         """Return the sha256 of every tensor in the file that vLLM loaded the version from."""
-        path = None if self.version is None else self._folder(self._versioned(self.version)) / _WEIGHTS
-        tensors = {} if path is None else load_file(path)
+        files = None if self.version is None else self._files[self._versioned(self.version)]
+        tensors = {} if files is None else load_file(files.weights)
         return {name: sha256_hex(bits_of(tensor).data) for name, tensor in tensors.items()}
 
     def close(self) -> None:
@@ -265,5 +313,6 @@ class AdapterTarget(MemoryTarget):
     def _versioned(self, version: VersionId) -> str:
         return f"{self._adapter}-v{unique_name(self._names, version)}"
 
-    def _folder(self, name: str) -> Path:
-        return Path(self._root.name) / name
+    def _fixed(self, lora: Any) -> str | None:
+        """Return the adapter's own name for any version of it; None for another adapter, and the base."""
+        return self._adapter if lora is not None and lora.lora_name in self._files else None

@@ -59,7 +59,8 @@ class Reason(msgspec.Struct):
 
 class ServerStatus(Status, kw_only=True):
     """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests
-    may use, and `draft` says what becomes of the model that drafts tokens.
+    may use, `base_models` those that get the base model without an adapter, and `draft` says what becomes of
+    the model that drafts tokens.
     """
 
     kv_cache: str | None = None
@@ -68,6 +69,7 @@ class ServerStatus(Status, kw_only=True):
     reloaded: list[Reason] = msgspec.field(default_factory=list)
     draft: str | None = None
     adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
+    base_models: list[str] | msgspec.UnsetType = msgspec.UNSET
     logprobs_mode: str | None = None
 
 
@@ -304,10 +306,8 @@ class DeltaSyncEndpoints(Routes):
 
     async def reach(self, version: int | None, exact: bool, timeout_s: float) -> int | None:
         """As `Routes.reach`."""
-        if self._follow is None or self._pauses is None:
-            adapter = "A request of an adapter names its version as its model, such as NAME-v7."
-            why = adapter if self._follow is not None else self._refused
-            raise AckTimeoutError(VersionConstraint(version, exact, timeout_s).refusal(None, why))
+        if self._follow is None:
+            raise AckTimeoutError(VersionConstraint(version, exact, timeout_s).refusal(None, self._refused))
         return await super().reach(version, exact, timeout_s)
 
     # Routes
@@ -325,6 +325,7 @@ class DeltaSyncEndpoints(Routes):
         found.logprobs_mode = self._engine.vllm_config.model_config.logprobs_mode
         if not isinstance(target, ShardsTarget):
             found.adapters = getattr(target, "models", [])
+            found.base_models = [each.name for each in self._models.base_model_paths]
         elif target.is_open:
             found.reloaded_tensors, reasons = len(target.reloaded), target.by_reason().items()
             found.reloaded = [

@@ -114,6 +114,7 @@ class _Reply:
         mark: When it first called the engine, if a version was live then (`LiveVersions.mark`).
         refused: The status code and the reason, in one sentence, for which it may not call the engine.
         called: Whether it has called the engine.
+        adapter: The version of the adapter that makes it, if one does.
         choices: The generated tokens in the reply.
     """
 
@@ -122,6 +123,7 @@ class _Reply:
         self.mark: int | None = None
         self.refused: tuple[int, str] | None = None
         self.called = False
+        self.adapter: int | None = None
         self.choices: Choices = {}
         self._turn = asyncio.Lock()
         self._entered: contextlib.AsyncExitStack | None = None
@@ -144,10 +146,17 @@ class _Reply:
         """Raise AckTimeoutError if another version than the demanded one was live since it began."""
         if self.wanted is None:
             return
-        least, greatest = (None if self.mark is None else live.since(self.mark)) or (None, None)
+        least, greatest = self.versions(live, self.mark) or (None, None)
         if not self.wanted.allows(least, greatest):
-            self.refused = 409, self.wanted.refusal(greatest, "The version changed meanwhile.")
+            why = "No version makes this reply." if least is None else "The version changed meanwhile."
+            self.refused = 409, self.wanted.refusal(greatest, why)
             raise AckTimeoutError(self.refused[1])
+
+    def versions(self, live: LiveVersions, mark: int | None) -> tuple[int, int] | None:
+        """Return the least and the greatest version that may make it since a mark, or the adapter's."""
+        if self.adapter is not None:
+            return self.adapter, self.adapter
+        return None if mark is None else live.since(mark)
 
     async def enter(self, single_version: SingleVersion) -> None:
         """Wait for a commit that is under way, and let no other begin before `leave`."""
@@ -166,6 +175,15 @@ class _Reply:
 
 # the one that is made in this context
 _reply: ContextVar[_Reply | None] = ContextVar("deltasync_reply", default=None)
+
+
+def resolved(adapter: int | None, refused: tuple[int, str] | None) -> None:
+    """Note which version of an adapter makes the reply of this context, or the status code and the
+    reason for which none does.
+    """
+    if (reply := _reply.get()) is not None:
+        reply.adapter = adapter
+        reply.refused = refused
 
 
 def instrument(
@@ -345,10 +363,11 @@ def _add(message: Message, reply: _Reply, at_arrival: int | None, versions: Live
         streamed = headers.get("content-type", "").startswith("text/event-stream")
         # a stream may call the engine later
         mark = at_arrival if streamed and reply.mark is None else reply.mark
-        live = None if mark is None else versions.since(mark)
+        live = reply.versions(versions, mark)
         if live is None:
             return
-        headers.append(VERSIONS_HEADER, f"{live[0]}.." if streamed else f"{live[0]}..{live[1]}")
+        is_open = streamed and reply.adapter is None
+        headers.append(VERSIONS_HEADER, f"{live[0]}.." if is_open else f"{live[0]}..{live[1]}")
         if not streamed and (spans := _spans_text(reply.choices)) is not None:
             headers.append(SPANS_HEADER, spans)
     elif (

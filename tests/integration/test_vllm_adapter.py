@@ -24,6 +24,7 @@ from tests.integration.expected_tokens import NEARLY, greedy, shortfall
 from tests.integration.trainers import make_trainer, run_id
 from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
 from trl_callback import DeltaSyncCallback, gather
+from vllm_plugin.adapter_files import linked
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -52,8 +53,12 @@ def server(checkpoint: Path) -> Iterator[Server]:
     assert not list(scratch.glob("deltasync-adapter-*"))
 
 
-def written(checkpoint: Path) -> dict[str, Path]:
-    return {folder.name: folder for folder in (checkpoint.parent / "scratch").glob("deltasync-adapter-*/*")}
+def loaded(server: Server, name: str) -> tuple[dict[str, torch.Tensor], bytes]:
+    """The tensors and the config of a version, as vLLM's workers read them."""
+    (path,) = {each["root"] for each in server.json("/v1/models")["data"] if each["id"] == name}
+    with linked(path) as folder:
+        tensors = load_file(folder / "adapter_model.safetensors")
+        return tensors, (folder / "adapter_config.json").read_bytes()
 
 
 def sha256(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
@@ -81,11 +86,9 @@ class Comparer(TrainerCallback):
         saved = {
             name: tensor.bfloat16() for name, tensor in load_file(own / "adapter_model.safetensors").items()
         }
-        folder = written(self.checkpoint)[f"policy-v{version}"]
-        assert sha256(load_file(folder / "adapter_model.safetensors")) == sha256(saved)
-        assert json.loads((folder / "adapter_config.json").read_bytes()) == json.loads(
-            (own / "adapter_config.json").read_bytes()
-        )
+        tensors, config = loaded(self.server, f"policy-v{version}")
+        assert sha256(tensors) == sha256(saved)
+        assert json.loads(config) == json.loads((own / "adapter_config.json").read_bytes())
         assert self.server.json("/deltasync/digest") == {"version": version, "sha256": sha256(saved)}
 
         with self.server.open("/v1/load_lora_adapter", {"lora_name": own.name, "lora_path": str(own)}):
@@ -110,17 +113,30 @@ def test_the_server_follows_a_trainer_bit_for_bit_and_token_for_token(
     assert len({tuple(tokens) for tokens in comparer.tokens}) == STEPS + 1
     assert shortfall(checkpoint, server.weights, comparer.tokens[-1]) > 2 * NEARLY
     newest = STEPS + 1
-    status = server.wait(lambda status: len(status["adapters"]) == 3)
-    assert status["adapters"] == ["policy", f"policy-v{newest}", f"policy-v{newest - 1}"]
+    status = server.status()
+    assert status["adapters"] == ["policy", *(f"policy-v{version}" for version in range(newest, 0, -1))]
+    (base,) = status["base_models"]
     assert (status["state"], status["error"], status["version"]) == ("serving", None, newest)
     assert [commit["version"] for commit in status["commits"]] == list(range(1, newest + 1))
     assert [commit["anchor"] for commit in status["commits"]] == [True] + [False] * STEPS
     assert greedy(server, f"policy-v{newest - 1}") == comparer.tokens[-2]
     request = {"model": "policy", "prompt": [5], "max_tokens": 1}
-    assert server.json("/v1/completions", request)["model"] == f"policy-v{newest}"
-    with pytest.raises(urllib.error.HTTPError, match="404") as caught:
-        greedy(server, "policy-v1")
-    caught.value.close()
+    for name, made_by in (("policy", newest), ("policy-v1", 1), (base, None)):
+        with server.open("/v1/completions", request | {"model": name}) as reply:
+            assert reply.headers.get("x-deltasync-versions") == (made_by and f"{made_by}..{made_by}")
+            assert json.load(reply)["model"] == ("policy" if made_by else base)
+    demand = {"x-deltasync-version": f">={newest}", "x-deltasync-timeout": "5"}
+    with server.open("/v1/completions", request, **demand) as reply:
+        assert reply.headers["x-deltasync-versions"] == f"{newest}..{newest}"
+    for name, headers, said in (
+        ("policy-v99", {}, "policy-v99 is not served here. Name policy, the newest version, or one"),
+        ("policy-v1", demand, f"Version >={newest} was asked for, and this server serves version 1."),
+        (base, demand, "No version makes this reply."),
+    ):
+        with pytest.raises(urllib.error.HTTPError, match="409") as caught:
+            server.open("/v1/completions", request | {"model": name}, **headers)
+        with caught.value as error:
+            assert said in json.load(error)["error"]["message"]
     beats = heartbeat.read_all(server.store, run_id(server.channel))
     assert [(beat.replica_id, beat.version) for beat in beats] == [("test-server", newest)]
     with server.open("/metrics") as reply:
@@ -129,9 +145,8 @@ def test_the_server_follows_a_trainer_bit_for_bit_and_token_for_token(
 
 def test_a_request_keeps_the_version_that_it_began_with(server: Server, checkpoint: Path) -> None:
     first = server.status()["version"]
-    folder = written(checkpoint)[f"policy-v{first}"]
-    tensors = load_file(folder / "adapter_model.safetensors")
-    config = {"adapter_config.json": (folder / "adapter_config.json").read_bytes()}
+    tensors, text = loaded(server, f"policy-v{first}")
+    config = {"adapter_config.json": text}
     undisturbed = greedy(server, f"policy-v{first}", 900)
     found: list[list[int]] = []
     request = threading.Thread(target=lambda: found.append(greedy(server, "policy", 900)))
@@ -148,15 +163,18 @@ def test_a_request_keeps_the_version_that_it_began_with(server: Server, checkpoi
     request.join()
     assert found == [undisturbed]
     assert greedy(server, "policy", 900) != undisturbed
-    names = ["policy", f"policy-v{first + 3}", f"policy-v{first + 2}"]
-    server.wait(lambda status: status["adapters"] == names)
+    # those that requests used stay, and the one between that none used goes
+    server.wait(lambda status: f"policy-v{first + 1}" not in status["adapters"])
+    assert server.status()["adapters"][:4] == [
+        "policy",
+        *(f"policy-v{version}" for version in (first + 3, first + 2, first)),
+    ]
 
 
 def test_an_adapter_of_another_base_leaves_the_one_before(server: Server, checkpoint: Path) -> None:
     status, before = server.status(), greedy(server, "policy")
-    folder = written(checkpoint)[f"policy-v{status['version']}"]
-    tensors = load_file(folder / "adapter_model.safetensors")
-    config = {"adapter_config.json": (folder / "adapter_config.json").read_bytes()}
+    tensors, text = loaded(server, f"policy-v{status['version']}")
+    config = {"adapter_config.json": text}
     last = max(server.weights)
     other = server.weights | {last: server.weights[last] + 1}
     for name, weights in (("another-model", other), ("this-model", server.weights)):
@@ -179,9 +197,8 @@ def test_an_adapter_of_another_base_leaves_the_one_before(server: Server, checkp
 def test_an_adapter_that_vllm_cannot_load_leaves_the_one_before(server: Server, checkpoint: Path) -> None:
     status = server.status()
     before = greedy(server, "policy")
-    folder = written(checkpoint)[f"policy-v{status['version']}"]
-    tensors = load_file(folder / "adapter_model.safetensors")
-    config = json.loads((folder / "adapter_config.json").read_bytes()) | {"r": 64}
+    tensors, text = loaded(server, f"policy-v{status['version']}")
+    config = json.loads(text) | {"r": 64}
     with Publisher(
         server.channel,
         resume=True,

@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
+from vllm.lora.request import LoRARequest
 
 from deltasync import Publisher
 from deltasync.config import ReplicaSettings
@@ -21,7 +23,7 @@ from deltasync.following import Follow, Status
 from deltasync.opening.adapter_base import FILE, AdapterBase
 from deltasync.serve.engine import open_reader
 from tests.conftest import assert_same_bits
-from vllm_plugin import adapters
+from vllm_plugin import adapter_files, adapters, versions
 from vllm_plugin.adapters import AdapterTarget
 
 CONFIG = {"adapter_config.json": b'{"r": 2}'}
@@ -31,7 +33,7 @@ class VLLM:
     """Engine client and served models at once, as far as the driver goes."""
 
     def __init__(self) -> None:
-        self.lora_requests: dict[str, Path] = {}
+        self.lora_requests: dict[str, Any] = {}
         self.loads: list[str] = []
         self.refuses: str | None = None
         self.asleep = False
@@ -53,8 +55,19 @@ class VLLM:
         self.loads.append(request.lora_name)
         if self.refuses is not None:
             return SimpleNamespace(error=SimpleNamespace(message=self.refuses))
-        self.lora_requests[request.lora_name] = Path(request.lora_path)
+        self.lora_requests[request.lora_name] = SimpleNamespace(
+            lora_name=request.lora_name, lora_path=request.lora_path
+        )
         return "Success"
+
+    def model_name(self, lora: Any = None) -> str:
+        return "model" if lora is None else lora.lora_name
+
+    def read(self, name: str) -> tuple[dict[str, torch.Tensor], bytes]:
+        """As a worker reads a version, when a request names it."""
+        with adapter_files.linked(self.lora_requests[name].lora_path) as folder:
+            config = (folder / "adapter_config.json").read_bytes()
+            return load_file(folder / "adapter_model.safetensors"), config
 
     async def unload_lora_adapter(self, request: Any) -> Any:
         del self.lora_requests[request.lora_name]
@@ -75,7 +88,8 @@ class Bench:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.target._root.cleanup()
+        for files in self.target._files.values():
+            files.close()
         self.loop.close()
         self.publisher.close()
 
@@ -90,9 +104,8 @@ class Bench:
                 pass
         return self.follow.status()
 
-    def folders(self) -> list[str]:
-        (folder,) = {path.parent for path in self.vllm.lora_requests.values()}
-        return sorted(path.name for path in folder.iterdir())
+    def files(self) -> list[str]:
+        return sorted(self.target._files)
 
 
 def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -110,10 +123,10 @@ def test_versions_are_loaded_by_name_and_the_newest_by_the_adapters(memory_url: 
             bench.publish()
             status = bench.refresh()
             assert (status.state, status.version, status.error) == ("serving", version, None)
-            folder = bench.vllm.lora_requests["policy"]
-            assert folder == bench.vllm.lora_requests[f"policy-v{version}"]
-            assert_same_bits(load_file(folder / "adapter_model.safetensors"), bench.tensors)
-            assert (folder / "adapter_config.json").read_bytes() == CONFIG["adapter_config.json"]
+            assert bench.vllm.lora_requests["policy"] is bench.vllm.lora_requests[f"policy-v{version}"]
+            tensors, config = bench.vllm.read("policy")
+            assert_same_bits(tensors, bench.tensors)
+            assert config == CONFIG["adapter_config.json"]
         assert bench.vllm.loads == ["policy-v1", "policy-v2"]
         assert bench.target.models == ["policy", "policy-v2", "policy-v1"]
 
@@ -131,14 +144,75 @@ def test_a_version_in_use_is_kept_and_its_files_outlast_its_name(
         bench.vllm.use()
         bench.refresh()
         assert sorted(bench.vllm.lora_requests) == ["policy", "policy-v3", "policy-v4"]
-        assert bench.folders() == ["policy-v1", "policy-v2", "policy-v3", "policy-v4"]
+        assert bench.files() == ["policy-v1", "policy-v2", "policy-v3", "policy-v4"]
         monkeypatch.setattr(adapters, "_GRACE_S", 0.0)
         bench.vllm.use("policy-v1")  # which had looked up the name before that went
         bench.refresh()
-        assert bench.folders() == ["policy-v1", "policy-v3", "policy-v4"]
+        assert bench.files() == ["policy-v1", "policy-v3", "policy-v4"]
         bench.vllm.use()
         bench.refresh()
-        assert bench.folders() == ["policy-v3", "policy-v4"]
+        assert bench.files() == ["policy-v3", "policy-v4"]
+
+
+def test_nobody_can_write_or_delete_the_files_of_a_version(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Bench(memory_url) as bench:
+        bench.publish()
+        bench.refresh()
+        path = bench.vllm.lora_requests["policy"].lora_path
+        for file in path.split(":"):
+            assert "memfd:" in os.readlink(file)
+            with pytest.raises(PermissionError):
+                Path(file).write_bytes(b"x")
+            with pytest.raises(OSError, match=r"denied|permitted|exist|support"):
+                Path(file).unlink()
+        tries: list[str] = []
+
+        def load(worker: Any, request: Any) -> dict[str, torch.Tensor]:
+            tries.append(request.lora_path)
+            if len(tries) < 3:  # a cleaner deletes all that is old and all that is new
+                for each in Path(request.lora_path).iterdir():
+                    each.unlink()
+            return load_file(Path(request.lora_path, "adapter_model.safetensors"))
+
+        request = LoRARequest("policy-v1", 1, path)
+        assert_same_bits(adapter_files._from_memory(load)(None, request), bench.tensors)
+        assert len(tries) == 3
+        assert not any(Path(each).exists() for each in tries)
+
+
+def test_versions_in_use_stay_by_last_use_and_other_names_are_refused(memory_url: str) -> None:
+    with Bench(memory_url) as bench:
+
+        def look_up(name: str) -> versions._Reply:
+            """As vLLM looks a request's model up."""
+            reply = versions._Reply()
+            token = versions._reply.set(reply)
+            assert (name in bench.vllm.lora_requests) is (reply.refused is None)
+            versions._reply.reset(token)
+            return reply
+
+        assert look_up("policy").refused == (503, "No version of policy is served yet.")
+        for version in range(1, 12):
+            bench.publish()
+            bench.refresh()
+            assert look_up("policy").adapter == version
+            assert look_up("policy-v1").adapter == 1  # a conversation of many turns
+        bench.refresh()
+        kept = [1, *range(5, 12)]
+        assert bench.target.served == [f"policy-v{version}" for version in kept]
+        for version in (2, 3, 4, 99):
+            refused = look_up(f"policy-v{version}").refused
+            assert refused is not None
+            names = ", ".join(f"policy-v{each}" for each in kept)
+            assert refused == (
+                409,
+                f"policy-v{version} is not served here. Name policy, the newest version, or one that is "
+                f"kept: {names}.",
+            )
+        assert {bench.vllm.model_name(each) for each in bench.vllm.lora_requests.values()} == {"policy"}
+        assert bench.vllm.model_name() == "model"
 
 
 def test_a_version_that_vllm_does_not_load_is_tried_again(memory_url: str) -> None:
@@ -150,6 +224,7 @@ def test_a_version_that_vllm_does_not_load_is_tried_again(memory_url: str) -> No
             assert (status.state, status.version) == ("failed", None)
             assert status.error == f"ApplyError: vLLM did not load policy-v1: {bench.vllm.refuses}"
             assert bench.vllm.lora_requests == {}
+            assert bench.files() == []
         bench.vllm.refuses = None
         assert bench.refresh().version == 1
 
@@ -176,9 +251,9 @@ def test_a_trainer_that_resumes_with_another_config_or_base_publishes_full_weigh
                 tensors = {name: tensor + torch.randn(()) for name, tensor in bench.tensors.items()}
                 assert bench.publisher.publish(tensors.items()).wait(60).kind == kind
                 assert bench.refresh().version == bench.publisher.version
-                folder = bench.vllm.lora_requests["policy"]
-                assert_same_bits(load_file(folder / "adapter_model.safetensors"), tensors)
-                assert (folder / "adapter_config.json").read_bytes() == files["adapter_config.json"]
+                found, config_read = bench.vllm.read("policy")
+                assert_same_bits(found, tensors)
+                assert config_read == files["adapter_config.json"]
 
 
 BASE = {
@@ -292,15 +367,16 @@ def test_a_channel_of_a_model_is_refused(memory_url: str) -> None:
         assert "it is not the channel of an adapter" in status.error
 
 
-def test_damage_on_the_disk_is_not_loaded(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_that_are_not_what_was_published_are_not_loaded(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with Bench(memory_url) as bench:
         bench.publish()
-        save_file = adapters.save_file
 
-        def save_other(tensors: dict[str, torch.Tensor], *rest: Any) -> None:
-            save_file({name: tensor * 2 for name, tensor in tensors.items()}, *rest)
+        def save_other(tensors: dict[str, torch.Tensor], *rest: Any) -> bytes:
+            return save({name: tensor * 2 for name, tensor in tensors.items()}, *rest)
 
-        monkeypatch.setattr(adapters, "save_file", save_other)
+        monkeypatch.setattr(adapter_files, "save", save_other)
         assert "does not hold the bits of version 1" in bench.refresh().error
         assert bench.vllm.loads == []
         monkeypatch.undo()
