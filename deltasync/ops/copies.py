@@ -332,7 +332,7 @@ def model_files(reader: ChannelReader, version: VersionId) -> dict[str, bytes]:
         )
 
     for wanted in (first_of_epochs, list):
-        held = scan_channel(reader, wanted=wanted, anchors_only=True)
+        held = scan_channel(reader, wanted=wanted, shortcuts_wanted=lambda span: span.base == 0)
         for record in sorted(held.whole(), key=distance):
             with contextlib.suppress(FormatError, MissingVersionError, ConfigError):
                 if found := _model_files_of(reader, record):

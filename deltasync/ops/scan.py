@@ -113,14 +113,15 @@ def scan_channel(
     reader: ChannelReader,
     *,
     wanted: Callable[[Iterable[Slot]], Iterable[Slot]] = list,
-    anchors_only: bool = False,
+    shortcuts_wanted: Callable[[Slot], bool] = lambda span: True,
     whole: bool = False,
 ) -> Scan:
     """List records, compactions and announcements, and read their documents.
 
-    `wanted` selects the slots whose documents are read, from all slots in ascending order. With
-    `anchors_only`, compactions are listed but not read. With `whole`, whole objects are read; otherwise only
-    the document at the end, without checking its digest. Raises like `check_listing`.
+    `wanted` selects the slots whose documents are read, from all slots in ascending order; then
+    `shortcuts_wanted` selects the compactions and announcements. The others are listed only. With `whole`,
+    whole objects are read; otherwise only the document at the end, without checking its digest. Raises like
+    `check_listing`.
     """
 
     def read(info: ObjectInfo) -> StoredRecord | Record:
@@ -130,7 +131,7 @@ def scan_channel(
     listed = retried(lambda: _listed(reader), 2, _LISTED_DELAY_S)
     slots = {slot: listed[slot] for slot in wanted(listed)}
     listed_shortcuts = reader.shortcuts()
-    shortcuts = [info for span, info in listed_shortcuts if not anchors_only or span.base == 0]
+    shortcuts = [info for span, info in listed_shortcuts if shortcuts_wanted(span)]
     infos = [*slots.values(), *shortcuts]
     results = in_parallel(
         lambda info: result_or_error(read, info), infos, "records", WHOLE if whole else THREADS

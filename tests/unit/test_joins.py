@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,11 @@ from deltasync.following.loop import Follow
 from deltasync.following.replica import MemoryTarget
 from deltasync.ops import check_join
 from deltasync.ops.cli import main
+from deltasync.ops.compaction import write_compaction
 from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat
 from deltasync.stores import Store
+from deltasync.stores.local import LocalStore
 
 COMMANDS = [
     ["watch", "--once"],
@@ -63,6 +66,33 @@ def test_a_log_of_the_newest_versions_reads_no_older_ones(store: Store) -> None:
     store.delete(key_of(store, 1))
     assert said(store, ["log", "--last", "1"])[0] == 0
     assert said(store, ["log"])[0] == MissingVersionError.exit_code
+
+
+def test_a_log_of_the_newest_versions_reads_no_shortcuts_to_older_ones(
+    store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for version in (2, 4):
+        write_compaction(ChannelReader(store), 1, version)
+    with Publisher(store, resume=True) as publisher:
+        for number in range(4):
+            publisher.publish({"w": torch.full((64,), float(number))}.items()).wait(timeout_s=60)
+    newest = write_compaction(ChannelReader(store), 4, 8)
+    assert len(ChannelReader(store).compactions()) == 3
+
+    read = set[str]()
+    for verb in ("read", "read_range"):
+        original = getattr(LocalStore, verb)
+
+        def noting(of: LocalStore, key: str, *args: object, call: Any = original, **kwargs: object) -> Any:
+            read.add(key)
+            return call(of, key, *args, **kwargs)
+
+        monkeypatch.setattr(LocalStore, verb, noting)
+    code, text = said(store, ["log", "--last", "2", "--json"])
+    assert code == 0
+    assert [json.loads(line)["version"] for line in text.splitlines()] == [7, 8, 8]
+    assert {key for key in read if key.startswith(keys.COMPACTIONS)} == {newest.key}
+    assert key_of(store, 4) not in read
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)

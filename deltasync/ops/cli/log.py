@@ -136,16 +136,17 @@ def _read(reader: ChannelReader, last: int | None) -> tuple[list[dict[str, Any]]
     from deltasync import ops
     from deltasync.tensors import weight_elements
 
+    oldest = 1
+
     def newest(slots: Iterable[Slot]) -> list[Slot]:
         """Return the slots that may hold the last versions. Each epoch that ends among them has a seal."""
+        nonlocal oldest
         listed = list(slots)
-        return (
-            listed
-            if last is None
-            else [slot for slot in listed if slot.version > listed[-1].version - last - 2]
-        )
+        if last is not None and listed:
+            oldest = listed[-1].version - last - 1
+        return [slot for slot in listed if slot.version >= oldest]
 
-    held = ops.scan_channel(reader, wanted=newest)
+    held = ops.scan_channel(reader, wanted=newest, shortcuts_wanted=lambda span: span.version >= oldest)
     shown = ops.lineage(held.records)[: last or None][::-1]
     digests = ops.identities(reader, held, shown)
     total = weight_elements(reader.specs.values())
