@@ -61,8 +61,8 @@ class StandIn(Accelerator):
     def free_bytes(self) -> int:
         return self._free_bytes - self.held_bytes
 
-    def cached_bytes(self) -> int:
-        return max(self.cache, default=0)
+    def cached_bytes(self) -> list[int]:
+        return self.cache
 
     @contextlib.contextmanager
     def staging(self, wait: bool = True) -> Iterator[None]:

@@ -63,6 +63,7 @@ USES = (
     Use(_CORE, "EngineCore.resume_scheduler", ()),
     Use(_CORE, "EngineCore.is_scheduler_paused", ()),
     Use("vllm.v1.engine", "EngineCoreRequestType.WAKEUP"),
+    Use(_CORE, "EngineCoreProc.input_queue", source_only=True),
     Use(_CORE, "EngineCore.collective_rpc", ("method", "timeout", "args", "kwargs")),
     Use(_CORE, "EngineCore.reset_prefix_cache", ("reset_running_requests", "reset_connector")),
     Use(_CORE, "EngineCore.reset_encoder_cache", ()),

@@ -19,7 +19,7 @@ import torch
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError, SleepingError
-from deltasync.kernels import segment_kernels
+from deltasync.kernels.backend import backend_of
 from deltasync.live import Segment
 from deltasync.serve import DRAFT, WithDraft, derived, engine, load_plan
 from deltasync.serve.shard import Engine, Shard
@@ -195,7 +195,7 @@ def _check(channel: str) -> None:
 
 
 def warm_up_first(worker: Any) -> None:
-    """Make a vLLM worker compile the kernels of commits when it compiles its own, before it serves
+    """Make a vLLM worker compile the kernels of staging and commits when it compiles its own, before it serves
     requests.
     """
     if not hasattr(worker, "compile_or_warm_up_model"):
@@ -208,7 +208,7 @@ def warm_up_first(worker: Any) -> None:
             (each.device, int_view(each[:0] if each.ndim else each).dtype) for each in parameters
         }:
             if device.type != "cpu":
-                segment_kernels(device).warm_up(device, dtype)
+                backend_of(device).warm_up(dtype)
         return warm_up()
 
 

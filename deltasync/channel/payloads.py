@@ -20,8 +20,9 @@ from deltasync.tensors import Changed, Delta, Layout
 from deltasync.tensors.delta import joined
 from deltasync.threads import ahead
 
-Decoder = Callable[[Iterable[Payload]], Changed]
-"""Decodes payloads of one version of `packed` or `context`, where the bits are; see `Backend.decoder`."""
+Decoder = Callable[[Iterable[Payload]], Changed | None]
+"""Decodes payloads of one version of `packed` or `context`, where the bits are; None if there is too little
+memory. See `Backend.decoder`."""
 
 _REFERENCES = "deltasync.opening.references:weights"  # a wing: reads full weights outside the channel
 _LENGTH = struct.Struct("<Q")  # of a safetensors header, before it
@@ -46,12 +47,15 @@ def delta(
 
     `old` returns the bits of a tensor before the change; some codecs need them. `wanted` is as in
     `Codec.decode`. Without `fetched`, the result of `fetch`, files are fetched as they are needed. With a
-    `decoder` the changes are where that leaves them.
+    `decoder` the changes are where that leaves them, unless it has too little memory.
     """
     found = _payloads(reader, stored) if fetched is None else fetched
     assert stored.record.delta is not None
     if decoder is not None and stored.record.delta.codec != "raw":
-        return decoder(payload for _, payload in opened(stored.record, found))
+        found = [*found]
+        changed = decoder(payload for _, payload in opened(stored.record, found))
+        if changed is not None:
+            return changed
     return decode(stored.record, found, reader.layout, old, wanted)
 
 

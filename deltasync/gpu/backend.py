@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from deltasync.errors import StageError, get_logger
 from deltasync.gpu.delta import DeviceDelta, search
 from deltasync.gpu.devices import Device
 from deltasync.gpu.staging import DeviceStaging
@@ -19,6 +20,9 @@ from deltasync.tensors import Changed, Layout, count_below
 if TYPE_CHECKING:
     from deltasync.codec.base import Payload
     from deltasync.gpu.shadow import DeviceShadow
+
+
+logger = get_logger(__name__)
 
 
 class Accelerator(Device):
@@ -59,7 +63,7 @@ class Accelerator(Device):
 
     def decoder(
         self, layout: Layout, address: Mapping[str, int]
-    ) -> Callable[[Iterable[Payload]], Changed] | None:
+    ) -> Callable[[Iterable[Payload]], Changed | None] | None:
         """See `Backend.decoder`. Words and tables cross, and nothing else of the payloads."""
         names = (spec.name for spec in layout.specs.values() if spec.element_count)
         if not self.decodes or any(name not in address for name in names):
@@ -71,11 +75,15 @@ class Accelerator(Device):
             count_T = np.diff(vector.first_T)
             address_T = np.array([address.get(name, 0) for name in vector.names], np.int64)
             places[width] = BitAddresses(address_T, np.stack((np.zeros_like(count_T), count_T), axis=1))
-        coder = DeviceCodec(layout, self.device, self.send)
+        coder = DeviceCodec(layout, self.device, self.send, self.check_room)
 
-        def decode(opened: Iterable[Payload]) -> Changed:
-            with self.staging():
-                return coder.changed(opened, places)
+        def decode(opened: Iterable[Payload]) -> Changed | None:
+            try:
+                with self.staging():
+                    return coder.changed(opened, places)
+            except (StageError, torch.OutOfMemoryError) as error:
+                logger.warning("A version is decoded on the host, which takes longer: %s", error)
+                return None
 
         return decode
 
@@ -90,6 +98,14 @@ class Accelerator(Device):
         from deltasync.gpu.shadow import DeviceShadow
 
         return DeviceShadow(layout, ranges, self.device)
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """See `Backend.warm_up`."""
+        super().warm_up(dtype)
+        if self.decodes:
+            from deltasync.gpu.codec import warm_up
+
+            warm_up(self, dtype.itemsize)
 
     def weights(self) -> DeviceStaging:
         """See `Backend.weights`."""

@@ -216,8 +216,8 @@ def _sum_chunks(block_ptr, count_ptr, size_ptr, b_base: tl.int64, base: tl.int64
         tl.store(size_ptr + tl.load(block + _PAIR) + c, total)
 
 
-@triton.jit
-def _first_classes(block_ptr, size_ptr, first_ptr, blocks, LANES: tl.constexpr):
+@triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["block_ptr", "first_ptr"])
+def _first_classes(block_ptr, size_ptr, first_ptr, blocks: tl.int64, LANES: tl.constexpr):
     """Return the first class of each block that has an element, or the last of all; `rans`."""
     b = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
     there = b < blocks
@@ -351,7 +351,10 @@ def _move_ranked(
     tl.store(to_step_ptr + to, tl.load(step_ptr + k, is_in, other=0), is_in)
 
 
-@triton.jit(do_not_specialize=["first", "last", "size"])
+@triton.jit(
+    do_not_specialize=["first", "last", "size"],
+    do_not_specialize_on_alignment=["step_ptr", "at_ptr", "to_step_ptr"],  # parts of arrays
+)
 def _move_placed(
     key_ptr, mark_ptr, end_ptr, step_ptr, at_ptr, to_step_ptr, first: tl.int64, last: tl.int64, size: tl.int64,
     CHANGES: tl.constexpr,
@@ -416,11 +419,11 @@ def _gaps(
         tl.store(gap_ptr + k, gap.to(GAP), is_in)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["streams"])
 def _decode(
     words_ptr, word_ptr, bound_ptr, block_ptr, first_ptr, size_ptr, level_ptr, ratio_ptr, slot_ptr, rank_ptr,
-    class_ptr, step_ptr, good_ptr, streams, limit, STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr,
-    LANES: tl.constexpr,
+    class_ptr, step_ptr, good_ptr, streams: tl.int64, limit, STEP: tl.constexpr, NUMBER: tl.constexpr,
+    STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Decode a stream of each block: class and rank of each change, and its step."""
     s = tl.program_id(0).to(tl.int64) * LANES + tl.arange(0, LANES)
@@ -496,7 +499,10 @@ def _halve(word, nth, place, HALF: tl.constexpr):
     )
 
 
-@triton.jit(do_not_specialize=["base", "last", "shift"])
+@triton.jit(
+    do_not_specialize=["base", "last", "shift"],
+    do_not_specialize_on_alignment=["rank_ptr", "class_ptr"],  # parts of arrays
+)
 def _places(
     block_ptr, low_ptr, high_ptr, count_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, base: tl.int64, last: tl.int64,
     shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,

@@ -11,12 +11,15 @@ of streams.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
+from deltasync import codec
 from deltasync.codec import classes, tables, tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.codec.parts import GAPS, TILES, Coded, Part, coded
@@ -30,12 +33,21 @@ from deltasync.gpu.coder import Streams
 from deltasync.gpu.delta import DeviceBits, DeviceDelta, DeviceSparse
 from deltasync.kernels import native
 from deltasync.kernels.rans import RATIO, RATIO_BITS, Classes
-from deltasync.tensors import Changed, Layout, Vector, bounds
+from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, Vector, bounds
 from deltasync.tensors.bits import SIGNED, UNSIGNED
 from deltasync.tensors.delta import Piece
 
+if TYPE_CHECKING:
+    from deltasync.kernels.backend import Backend
+
 MOST_CHANGED = 1 << 25
 """Changes of payloads that are encoded at once, by classes with 7 bytes for each."""
+
+MERGED = 1 << 23
+"""Changes of which the two parts of a payload are joined at once."""
+
+_BATCH_BYTES = 192 << 20  # of counts, bitmaps and keys of one batch of `classes.decode`
+_BLOCK_BYTES = 256  # of tables, for each block
 
 Send = Callable[[Iterable[tuple[np.ndarray, torch.Tensor]]], None]
 """See `Backend.send`."""
@@ -69,10 +81,17 @@ class DeviceCodec:
         layout: The model.
         device: The device.
         send: Copies arrays to the device, on the current stream, each to a tensor of as many elements.
+        check_room: Called before `decode` allocates so many bytes; raises StageError if there are too few.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, send: Send) -> None:
-        self._layout, self._device, self._send = layout, device, send
+    def __init__(
+        self,
+        layout: Layout,
+        device: torch.device,
+        send: Send,
+        check_room: Callable[[int], None] = lambda size_bytes: None,
+    ) -> None:
+        self._layout, self._device, self._send, self._check_room = layout, device, send, check_room
         self._rooms: dict[str, torch.Tensor] = {}  # pinned memory of the host that stays
 
     def encode(
@@ -289,8 +308,12 @@ class DeviceCodec:
             places: Where bits are, by width. Only `context` needs them.
             undone: The same changes, which the bits have taken; None if they are old.
 
+        Beside the result it takes 7 to 17 bytes for each change that is coded by classes, 16 KiB for each table,
+        and `_BATCH_BYTES`.
+
         Raises:
             CorruptDataError: a payload contradicts itself or the tensor table.
+            StageError: the device has too little memory; nothing is held there.
         """
         parts: dict[int, list[Reader]] = {}
         for payload in opened:
@@ -327,11 +350,12 @@ class DeviceCodec:
         return DeviceSparse(*found, None, None, all_T)
 
     def _streams(
-        self, parts: Sequence[Part], freq_TS: np.ndarray
+        self, parts: Sequence[Part], freq_TS: np.ndarray, change_bytes: int, beside_bytes: int = 0
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return changes before each block of several payloads, and each one's group, on the host.
 
-        Then, on the device, the words, those before each block, and what is looked up of the tables.
+        Then, on the device, the words, those before each block, and what is looked up of the tables. They, and
+        what callers allocate for each change and beside, fit.
         """
         before = bounds([len(part.groups) for part in parts])
         group_B = np.concatenate(
@@ -339,6 +363,13 @@ class DeviceCodec:
         )
         row_B2 = np.concatenate([part.row_B2 for part in parts])
         sizes = [part.words.size for part in parts]
+        self._check_room(
+            int(row_B2[:, 0].sum()) * change_bytes
+            + beside_bytes
+            + 4 * sum(sizes)
+            + len(freq_TS) * gpu_coder.SLOT_BYTES
+            + len(row_B2) * _BLOCK_BYTES
+        )
         words = torch.empty(max(sum(sizes), 1), dtype=torch.int32, device=self._device)
         self._send(zip([part.words for part in parts], torch.split(words[: sum(sizes)], sizes), strict=True))
         slots = gpu_coder.slots(self._there(freq_TS.astype(np.int16)))
@@ -353,7 +384,7 @@ class DeviceCodec:
         if not parts:
             return None
         freq_TS = np.concatenate([tables.read(part.tables, 2 * len(part.groups)) for part in parts])
-        bound_S, group_S, words, word_S, slots = self._streams(parts, freq_TS)
+        bound_S, group_S, words, word_S, slots = self._streams(parts, freq_TS, 4 + of.width)
         base = self._there(np.concatenate([reader.blocks.base_B for reader in readers]))
         size = self._there(np.concatenate([reader.blocks.size_BC[:, 0] for reader in readers]))
         table = self._there((2 * group_S).astype(np.int32))
@@ -390,7 +421,12 @@ class DeviceCodec:
         row_BF, band_GF = tiling.chosen(is_in_T, places.address_T)
         parts = [reader.tiles for reader in readers if reader.tiles is not None]
         lines, freqs = zip(*(classes.read(part.tables, len(part.groups)) for part in parts), strict=True)
-        bound_B, group_B, words, word_B, slots = self._streams(parts, np.concatenate(freqs))
+        # Ranks, classes and steps, then positions and steps by position; no batch takes more than a byte an
+        # element.
+        beside_bytes = min(_BATCH_BYTES, int((row_BF[:, COLUMNS] * row_BF[:, ROWS]).sum()))
+        bound_B, group_B, words, word_B, slots = self._streams(
+            parts, np.concatenate(freqs), 9 + 2 * of.width, beside_bytes
+        )
         if (np.diff(bound_B) > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():
             raise CorruptDataError("Payload has a block with more changes than elements.")
         changes = None
@@ -411,19 +447,49 @@ class DeviceCodec:
         is_tiled_T: np.ndarray,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Join changes of tensors that lie between each other."""
-        device = self._device
+        device, changed = self._device, int(count_T.sum())
+        self._check_room(sum(each.element_size() for each in gap_part) * changed + 28 * min(changed, MERGED))
         to_T = np.cumsum(count_T) - count_T
-        found = [torch.empty(int(count_T.sum()), dtype=each.dtype, device=device) for each in gap_part]
+        found = [torch.empty(changed, dtype=each.dtype, device=device) for each in gap_part]
         for part, is_in_T in ((gap_part, ~is_tiled_T), (class_part, is_tiled_T)):
             held_T = np.where(is_in_T, count_T, 0)
             if int(held_T.sum()) != part[0].numel():
                 raise CorruptDataError("Payload counts the changes of its tensors wrong.")
-            moved = torch.from_numpy(np.stack((to_T - (np.cumsum(held_T) - held_T), held_T))).to(device)
-            to_K = torch.repeat_interleave(*moved, output_size=part[0].numel())
-            to_K += torch.arange(part[0].numel(), device=device)
-            for into, data in zip(found, part, strict=True):
-                into.view(SIGNED[into.element_size()])[to_K] = data.view(SIGNED[data.element_size()])
+            end_T = np.cumsum(held_T)
+            end, moved = self._there(end_T), self._there(to_T - (end_T - held_T))
+            for first in range(0, part[0].numel(), MERGED):
+                to_K = torch.arange(first, min(first + MERGED, part[0].numel()), device=device)
+                to_K += moved[torch.searchsorted(end, to_K, right=True)]
+                for into, data in zip(found, part, strict=True):
+                    signed = SIGNED[into.element_size()]
+                    into.view(signed)[to_K] = data[first : first + MERGED].view(signed)
         return found[0], found[1]
+
+
+@functools.cache
+def warm_up(device: Backend, width: int) -> None:
+    """Compile all that decoding elements of so many bytes launches, once per process: no version waits for it.
+
+    A small model is decoded, which has a tensor with tiles, and one without.
+    """
+    dtype = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}[width]
+    specs = {name: TensorSpec(name, dtype, shape) for name, shape in (("a", (256, 256)), ("b", (64,)))}
+    layout = Layout(specs)
+    of = layout.vectors[width]
+    at_K = np.arange(0, of.element_count, 8, dtype=of.index_dtype)
+    new_N = np.zeros(of.element_count, f"u{width}")
+    new_N[at_K] = 1
+    delta = Delta(layout, {width: Sparse(at_K, new_N[at_K])})
+    new = {"a": new_N[: 256 * 256], "b": new_N[256 * 256 :]}
+    written = codec.get("context").encode(delta, lambda name: (new[name], 0), dict.fromkeys(specs, 0), 1, 0)
+    with device.staging():
+        bits_N = torch.zeros(of.element_count, dtype=SIGNED[width], device=device.device)
+        address_T = bits_N.data_ptr() + of.first_T[:-1] * width
+        places = {width: BitAddresses(address_T, tiles.whole(of))}
+        found, _ = DeviceCodec(layout, device.device, device.send).decode(
+            [codec.open_payload(written.to_bytes())], places
+        )
+    assert found.steps[width].low_K.numel() == at_K.size
 
 
 def _changes(

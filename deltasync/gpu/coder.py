@@ -26,6 +26,9 @@ from deltasync.kernels.rans import TABLE_BITS
 LANES = 32
 """Streams of a program, one for each thread of a warp."""
 
+SLOT_BYTES = 4 << TABLE_BITS
+"""What `slots` returns for each table."""
+
 _CHANGES = 1024  # changes that a program counts at once
 _SLOTS = tl.constexpr(1 << TABLE_BITS)
 _BITS = tl.constexpr(TABLE_BITS)
@@ -420,10 +423,10 @@ def _unzigzag(number, STEP: tl.constexpr):
     return tl.where((number & 1) != 0, magnitude, 0 - magnitude).to(STEP)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["streams"])
 def _decode(
-    words_ptr, word_ptr, bound_ptr, base_ptr, size_ptr, table_ptr, slot_ptr, at_ptr, step_ptr, good_ptr, streams, limit,
-    STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    words_ptr, word_ptr, bound_ptr, base_ptr, size_ptr, table_ptr, slot_ptr, at_ptr, step_ptr, good_ptr,
+    streams: tl.int64, limit, STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """Decode streams without classes."""
     s = tl.program_id(0) * LANES + tl.arange(0, LANES)

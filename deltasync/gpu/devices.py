@@ -6,6 +6,7 @@ Only this module allocates device memory. Tests use a class in its place whose t
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import itertools
 import mmap
@@ -14,7 +15,8 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
+from typing import Any
 
 import numpy as np
 import torch
@@ -36,8 +38,12 @@ _COPIERS = min(16, max(2, os.cpu_count() or 1))
 device.
 """
 
-CHUNK_BYTES = 256 << 20
-"""Pinned memory that is registered at once, and kept."""
+CHUNK_BYTES = 32 << 20
+"""Pinned memory that is registered at once, and kept. The driver holds a lock meanwhile, for which an engine's
+launches wait: 12 ms, where 256 MiB took 96.
+"""
+
+_RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED, and HIP's hipStreamCaptureModeRelaxed
 
 
 class Chunk:
@@ -76,14 +82,25 @@ class Device(Backend):
         step = max(_STEP_BYTES, 1 << max(0, size_bytes.bit_length() - 3))
         wanted = -(-size_bytes // step) * step
         with self._lock:
-            free_bytes = self.free_bytes()
-            if wanted > free_bytes - RESERVE_BYTES and wanted > self.cached_bytes():
-                raise StageError(
-                    f"Staging needs {wanted:,} bytes on {self.device}, where {free_bytes:,} are free, of "
-                    "which "
-                    f"{RESERVE_BYTES:,} stay so; give vLLM less memory (--gpu-memory-utilization)."
-                )
+            if wanted > self.free_bytes() - RESERVE_BYTES and wanted > max(self.cached_bytes(), default=0):
+                raise self._short(wanted)
             return self.empty(wanted)[:size_bytes]
+
+    def check_room(self, size_bytes: int) -> None:
+        """Check that so many bytes can be allocated, in several parts, inside of `staging`.
+
+        Raises:
+            StageError: that would leave less than `RESERVE_BYTES` free.
+        """
+        missing = size_bytes - (self.free_bytes() - RESERVE_BYTES)
+        if missing > 0 and missing > sum(self.cached_bytes()):
+            raise self._short(size_bytes)
+
+    def _short(self, size_bytes: int) -> StageError:
+        return StageError(
+            f"Staging needs {size_bytes:,} bytes on {self.device}, where {self.free_bytes():,} are free, of "
+            f"which {RESERVE_BYTES:,} stay so; give vLLM less memory (--gpu-memory-utilization)."
+        )
 
     def empty(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the device."""
@@ -93,24 +110,23 @@ class Device(Backend):
         """Return how many bytes are free, as the device says: neither the engine's nor in PyTorch's cache."""
         return torch.cuda.mem_get_info(self.device)[0] if self._is_cuda else 1 << 62
 
-    def cached_bytes(self) -> int:
-        """Return the largest free block that PyTorch's cache has for the stream of `staging`.
+    def cached_bytes(self) -> list[int]:
+        """Return the sizes of the free blocks that PyTorch's cache has for the stream of `staging`.
 
         The allocator serves a request from the blocks of its stream. Those of other streams are the engine's:
         it needs them at its peak, and loses them when an allocation fails. PyTorch lists every block for
         this, so it is asked only where the driver has too little.
         """
         if not self._is_cuda:
-            return 0
+            return []
         place = self.device.index, self._stream.cuda_stream
-        blocks = (
+        return [
             block["size"]
             for segment in torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
             if (segment["device"], segment["stream"]) == place
             for block in segment["blocks"]
             if block["state"] == "inactive"
-        )
-        return max(blocks, default=0)
+        ]
 
     def pinned(self, size_bytes: int) -> torch.Tensor:
         """Allocate bytes on the host that the device reads and writes directly. They are the system's again
@@ -164,19 +180,32 @@ class Device(Backend):
             return
         with self._lock:
             ready: deque[tuple[int, torch.Tensor, Future[None]]] = deque()
-            rooms = itertools.cycle(range(_ROOMS))
-            for host, to in pairs:
-                width = to.element_size()
-                size = _SENT_BYTES // width
-                parts = to.view(-1).split(size)  # type: ignore[no-untyped-call]
-                for piece, to_N in zip(_cut(host.reshape(-1), size), parts, strict=False):
-                    if len(ready) == _ROOMS:
-                        self._arrive(*ready.popleft())
-                    number = next(rooms)
-                    room, done = self._rooms[number]
-                    ready.append((number, to_N, copiers().submit(_fill, done, room, piece, f"i{width}")))
-            while ready:
-                self._arrive(*ready.popleft())
+            try:
+                self._send(pairs, ready)
+            finally:  # after an error too, the next call finds rooms that nobody fills
+                wait([filled for *_, filled in ready])
+
+    def _send(
+        self,
+        pairs: Iterable[tuple[np.ndarray, torch.Tensor]],
+        ready: deque[tuple[int, torch.Tensor, Future[None]]],
+    ) -> None:
+        """Send pieces through the rooms. `ready` has those that are being filled: number, target, filling."""
+        rooms = itertools.cycle(range(_ROOMS))
+        for host, to in pairs:
+            width = to.element_size()
+            size = _SENT_BYTES // width
+            parts = to.view(-1).split(size)  # type: ignore[no-untyped-call]
+            for piece, to_N in zip(_cut(host.reshape(-1), size), parts, strict=False):
+                if len(ready) == _ROOMS:
+                    self._arrive(*ready[0])
+                    ready.popleft()
+                number = next(rooms)
+                room, done = self._rooms[number]
+                ready.append((number, to_N, copiers().submit(_fill, done, room, piece, f"i{width}")))
+        while ready:
+            self._arrive(*ready[0])
+            ready.popleft()
 
     def _arrive(self, number: int, to_N: torch.Tensor, filled: Future[None]) -> None:
         filled.result()
@@ -230,8 +259,36 @@ def copiers() -> Workers:
 
 def each(actions: list[Callable[[], None]]) -> None:
     """Run actions in those threads, and wait for all of them. Raises what one of them raised."""
-    for future in [copiers().submit(action) for action in actions]:
+    done = [copiers().submit(action) for action in actions]
+    wait(done)
+    for future in done:
         future.result()
+
+
+@contextlib.contextmanager
+def beside_captures() -> Iterator[None]:
+    """Let this thread allocate and wait while another one captures a CUDA graph.
+
+    Otherwise a capture in its default mode forbids both to every thread, and ends with an error itself. See
+    cuThreadExchangeStreamCaptureMode in NVIDIA's driver API; PyTorch's allocator does the same for cudaMalloc.
+    """
+    exchange, mode = _capture_mode(), ctypes.c_int(_RELAXED)
+    changed = exchange is not None and exchange(ctypes.byref(mode)) == 0
+    try:
+        yield
+    finally:
+        if exchange is not None and changed:
+            exchange(ctypes.byref(mode))
+
+
+@functools.cache
+def _capture_mode() -> Any:
+    """Return the driver's function that exchanges a thread's capture mode; None where there is none."""
+    library, name = ("libamdhip64.so", "hip") if torch.version.hip else ("libcuda.so.1", "cu")
+    try:
+        return getattr(ctypes.CDLL(library), f"{name}ThreadExchangeStreamCaptureMode")
+    except (OSError, AttributeError):
+        return None
 
 
 def _cut(host_N: np.ndarray, size: int) -> Iterator[np.ndarray]:

@@ -14,6 +14,7 @@ from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError
 from deltasync.gpu.codec import BitAddresses, DeviceCodec
 from deltasync.gpu.delta import DeviceDelta
+from deltasync.gpu.devices import beside_captures
 from deltasync.kernels.backend import accelerator
 from deltasync.publish.encode import record_of
 from deltasync.tensors import Layout
@@ -110,11 +111,16 @@ class DeviceCoder:
 
     @contextlib.contextmanager
     def after(self, ready: torch.cuda.Event | None) -> Iterator[None]:
-        """Work on the stream, behind what has written the delta or the bits."""
+        """Work on the stream, behind what has written the delta or the bits. None of it is left behind: after
+        an error too, whoever frees what it reads need not wait.
+        """
         if self._stream is None:
             yield
             return
-        with torch.cuda.stream(self._stream):
+        with beside_captures(), torch.cuda.stream(self._stream):
             if ready is not None:
                 self._stream.wait_event(ready)
-            yield
+            try:
+                yield
+            finally:
+                self._stream.synchronize()

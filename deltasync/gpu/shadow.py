@@ -155,6 +155,7 @@ class DeviceShadow:
             torch.OutOfMemoryError: the device has no memory for what differs.
         """
         address_S, waiting = addresses_of(held), {}
+        self.wait()
         for width, (comparison, place_R, cuts) in self._comparisons.items():
             comparison.move(address_S[place_R])
             waiting[width] = comparison.launch(_filler(held, cuts))
@@ -171,6 +172,7 @@ class DeviceShadow:
         `compare`.
         """
         found: dict[int, list[_Part]] = {}
+        self.wait()
         for name, held in parts:
             width, number = self._layout.places[name]
             comparison, cuts = self._comparison(width, [name], [held])

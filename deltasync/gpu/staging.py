@@ -49,7 +49,7 @@ class DeviceStaging(Staging):
         self._chunks: list[Chunk] = []
         self._left_B = torch.empty(0, dtype=torch.uint8, device="cpu")  # of the last chunk
         self._pieces: list[_Pinned] = []
-        self._job: list[tuple[np.ndarray, np.ndarray]] = []
+        self._job: list[_Copied] = []
         self._job_bytes = self._compared = 0
         self._jobs: deque[tuple[Future[None], int]] = deque()  # and behind which piece each ends
         # of differing elements, on the device, of `_COUNTS` pieces each
@@ -61,7 +61,7 @@ class DeviceStaging(Staging):
         for piece in segment.pieces(_PIECE_BYTES // places.table.width):
             new_N = self._pinned(piece.live.nbytes).view(piece.live.dtype)
             self._pieces.append(_Pinned(places, line, piece, new_N))
-            self._job.append((new_N.numpy(), _source(piece, bits_N)))
+            self._job.append((new_N.numpy(), _source(piece, bits_N), self._chunks[-1]))
             self._job_bytes += new_N.nbytes
             if self._job_bytes >= _JOB_BYTES:
                 self._submit()
@@ -150,8 +150,12 @@ class DeviceStaging(Staging):
         return old_N
 
 
-def _copy(job: Sequence[tuple[np.ndarray, np.ndarray]]) -> None:
-    for to_N, source in job:
+_Copied = tuple[np.ndarray, np.ndarray, Chunk]
+"""The array that a thread writes, the one that it reads, and the chunk that it writes to: held until it has."""
+
+
+def _copy(job: Sequence[_Copied]) -> None:
+    for to_N, source, _ in job:
         np.copyto(to_N.reshape(source.shape), source)
 
 

@@ -89,9 +89,14 @@ class Backend:
     def decoder(self, layout: Layout, address: Mapping[str, int]) -> Any:
         """Return a function that decodes payloads of one version into `Changed`, where the old bits are.
 
-        `address` has those of tensors that lie there as wholes, in their order. None if `codec` decodes.
+        `address` has those of tensors that lie there as wholes, in their order. None if `codec` decodes; the
+        function returns None if it has too little memory for a version.
         """
         return None
+
+    def warm_up(self, dtype: torch.dtype) -> None:
+        """Compile what staging and commits of signed views of this dtype launch, once per process."""
+        self.kernels.warm_up(self, dtype)
 
     def weights(self) -> Any:
         """Return what collects full weights, as `live.staging.Staging`; None if that does."""

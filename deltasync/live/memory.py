@@ -251,9 +251,9 @@ class LiveMemory:
         return device.decoder(self._layout, address)
 
     def warm_up(self) -> None:
-        """Compile the kernels that commits to an accelerator need, so that no commit waits for them."""
+        """Compile the kernels that an accelerator needs, so that neither staging nor a commit waits for them."""
         for places in itertools.chain(*self._places.values()):
-            places.device.kernels.warm_up(places.device, places.table.dtype)
+            places.device.warm_up(places.table.dtype)
 
     def read(self, name: str) -> list[bytes]:
         """Return the bits of each segment of a tensor, in the order of its region's dimensions."""

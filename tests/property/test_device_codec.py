@@ -7,6 +7,7 @@ are tiny here.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import uuid
 from collections.abc import Iterator
@@ -19,13 +20,15 @@ import torch
 from deltasync import Publisher, Replica, codec, kernels, open_store
 from deltasync.codec import tiles, vector
 from deltasync.codec.base import Encoded, Payload
-from deltasync.errors import CorruptDataError
+from deltasync.errors import CorruptDataError, StageError
 from deltasync.gpu.delta import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
+from deltasync.gpu.devices import RESERVE_BYTES
 from deltasync.kernels.backend import accelerator
 from deltasync.publish import encode
 from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
 from tests import deltas
+from tests.devices import StandIn
 from tests.interpreter import DEVICE, INTERPRETED, RUNS
 
 if RUNS:
@@ -55,6 +58,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 12)
         monkeypatch.setattr(on_device, "MOST_CHANGED", 60)
+        monkeypatch.setattr(on_device, "MERGED", 7)
 
 
 @dataclasses.dataclass
@@ -244,6 +248,40 @@ def test_a_publisher_whose_shadow_is_there_encodes_and_proves_there(
     assert replica.sync() == 2
     for of, tensor in replica.state_dict().items():
         np.testing.assert_array_equal(bits_of(tensor), made.new[of])
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_what_does_not_fit_is_refused_before_it_is_allocated(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And left to the host: the function that decodes returns None then."""
+    made = case(0.2, {"bfloat16": [(8, 9), (4,)]}, seed=7)
+    there = made.there(are_new=False)
+    places = {2: on_device.BitAddresses.of(made.layout.vectors[2], there.bits[2])}
+    (encoded,) = made.encoded(name, 10**6)
+    payload, full = codec.open_payload(encoded.to_bytes()), StandIn(free_bytes=RESERVE_BYTES + 10)
+    coder = on_device.DeviceCodec(made.layout, full.device, full.send, full.check_room)
+    for allocates in ("empty", "zeros"):
+        monkeypatch.setattr(torch, allocates, lambda *sizes, **options: pytest.fail("allocated"))
+    with pytest.raises(StageError):
+        coder.decode([payload], places)
+    monkeypatch.undo()
+    monkeypatch.setattr(kernels, "ACCELERATORS", {"cuda", "cpu"})
+    address = {of: made.old[of].ctypes.data for of in made.layout.specs}
+    read = full.decoder(made.layout, address)
+    assert read is not None and read([payload]) is None
+    read = StandIn().decoder(made.layout, address)
+    assert read is not None and (found := read([payload])) is not None
+    assert found.delta.changed == made.delta.changed
+
+
+def test_an_error_leaves_no_work_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    told, coder = list[str](), DeviceCoder(case(0.2).layout, torch.device("cpu"))
+    coder._stream = mock.Mock(synchronize=lambda: told.append("waited"))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    with pytest.raises(MemoryError), coder.after(None):
+        raise MemoryError
+    assert told == ["waited"]
 
 
 def _codec(made: Case) -> on_device.DeviceCodec:

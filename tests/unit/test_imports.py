@@ -58,7 +58,7 @@ PLUGINS_KNOWN = {
     "vllm_plugin channel.reading",
     "vllm_plugin channel.record",
     "vllm_plugin following",
-    "vllm_plugin kernels",
+    "vllm_plugin kernels.backend",
     "vllm_plugin kernels.native",
     "vllm_plugin limits",
     "vllm_plugin live",

@@ -22,6 +22,7 @@ from deltasync.errors import CommitError, ConfigError, DeltaSyncError, ModelMism
 from deltasync.following import Cursor
 from deltasync.following.cursor import identify
 from deltasync.kernels import native
+from deltasync.kernels.backend import Backend
 from deltasync.live import model_fingerprint
 from deltasync.serve import derived, engine, load_plan
 from deltasync.serve.engine import Failure, handed
@@ -910,8 +911,8 @@ class TestWarmUp:
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         told: list[object] = []
-        kernels = SimpleNamespace(warm_up=lambda device, dtype: told.append((device.type, dtype)))
-        monkeypatch.setattr(extension, "segment_kernels", lambda device: kernels)
+        monkeypatch.setattr(Backend, "warm_up", lambda self, dtype: told.append((self.device.type, dtype)))
+        monkeypatch.setattr(extension, "backend_of", Backend)
         model = torch.nn.Module()
         model.a = torch.nn.Parameter(torch.empty(2, dtype=torch.bfloat16, device="meta"), requires_grad=False)
         model.b = torch.nn.Parameter(torch.empty((), dtype=torch.float32, device="meta"), requires_grad=False)
