@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 import threading
 import urllib.error
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -23,7 +25,7 @@ from deltasync.tensors.bits import bits_of
 from tests.integration.expected_tokens import NEARLY, greedy, shortfall
 from tests.integration.trainers import make_trainer, run_id
 from tests.integration.vllm_server import PATIENCE_S, Server, save_model, serving
-from trl_callback import DeltaSyncCallback, gather
+from trl_callback import DeltaSyncCallback, adapter, gather
 from vllm_plugin.adapter_files import linked
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -221,3 +223,61 @@ def test_an_adapter_that_vllm_cannot_load_leaves_the_one_before(server: Server, 
         publisher.publish(tensors.items()).wait(PATIENCE_S)
     server.wait(lambda status: status["version"] == version + 1)
     assert greedy(server, "policy") == before
+
+
+@pytest.fixture
+def small_server(tmp_path: Path) -> Iterator[Server]:
+    """One that holds one adapter at a time, so that each change of the name reads files again."""
+    checkpoint = save_model(tmp_path / "vllm", Qwen3Config, intermediate_size=192, head_dim=32)
+    with serving(
+        checkpoint,
+        *("--enable-lora", "--max-loras", "1", "--max-cpu-loras", "1", "--max-lora-rank", "16"),
+        DELTASYNC_ADAPTER="policy",
+        TMPDIR=str(tmp_path),
+    ) as server:
+        yield server
+
+
+def resident_bytes(server: Server) -> int:
+    """The memory of the server and of all that it started."""
+    (path,) = {each["root"] for each in server.json("/v1/models")["data"][-1:]}
+    process = psutil.Process(int(path.split("/")[2]))
+    return sum(each.memory_info().rss for each in (process, *process.children(recursive=True)))
+
+
+def test_two_hundred_versions_beside_two_names_and_a_cleaner(small_server: Server, tmp_path: Path) -> None:
+    server, made, failed = small_server, [], list[str]()
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(tmp_path / "vllm" / "model"), LORA)
+    tensors = {name: tensor.bfloat16() for name, tensor in adapter.tensors(model).items()}
+    is_over = threading.Event()
+
+    def ask(name: str) -> None:
+        while not is_over.is_set():
+            try:
+                made.append(len(greedy(server, name, 4)))
+            except urllib.error.HTTPError as error:
+                with error:
+                    failed.append(f"{name}: {error.code} {error.read()[:200]!r}")
+
+    threads = [threading.Thread(target=ask, args=(name,)) for name in ("policy", "policy-v1")]
+    resident = dict[int, int]()
+    with Publisher(server.channel, model_files=adapter.files(model)) as publisher:
+        for version in range(1, 201):
+            for tensor in tensors.values():
+                tensor += 1e-3 * torch.randn(tensor.shape, generator=server.rng).to(tensor.dtype)
+            publisher.publish(tensors.items()).wait(PATIENCE_S)
+            server.wait(lambda status, version=version: status["version"] == version)
+            if version == 1:
+                for thread in threads:
+                    thread.start()
+            for folder in tmp_path.glob("deltasync-adapter-*"):
+                shutil.rmtree(folder)
+            if version in (100, 200):
+                resident[version] = resident_bytes(server)
+    is_over.set()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+    assert len(made) > 100
+    assert resident[200] < 1.03 * resident[100]
+    assert sha256(loaded(server, "policy-v200")[0]) == sha256(tensors)
