@@ -293,8 +293,10 @@ gpu-kit: setup
 	  iniconfig packaging pygments click rich markdown-it-py mdurl obstore zstandard
 	rm -rf $(addprefix $(GPU_KIT)/tests/,fuzz golden integration)
 	find $(GPU_KIT) -name __pycache__ -type d -prune -exec rm -rf {} +
+	XZ_OPT=-9 tar -cJf $(GPU_KIT).tar.xz $(GPU_KIT)
 	@test "$$(du -sm $(GPU_KIT) | cut -f1)" -le 64
-	@du -sm $(GPU_KIT)
+	@test "$$(wc -c <$(GPU_KIT).tar.xz)" -le 15000000
+	@du -sm $(GPU_KIT) $(GPU_KIT).tar.xz
 
 # Every file of docs/results/ anew on this machine, then tables and pictures: hours; an interrupted run goes on. What there is, and
 # what cannot run here: make results RESULTS=--list

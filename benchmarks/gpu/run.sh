@@ -1,11 +1,11 @@
 #!/bin/sh
 # Ten minutes on a machine with a GPU, from a folder of `make gpu-kit`: what has not been measured there comes first.
 #
-#   sh benchmarks/gpu/run.sh [RESULTS]        # a folder for results and logs, ./results by default
+#   sh benchmarks/gpu/run.sh [RESULTS]        # a folder for results and logs, by default $OUT or ./results
 #
-# Each command has a limit, and what it printed is kept when that has passed. docs/gpu.md says what to look at.
+# Each command has a limit, and its results are in the folder as soon as it prints them. docs/gpu.md says what to look at.
 set -u
-results=${1:-results}
+results=${1:-${OUT:-results}}
 mkdir -p "$results"
 export PYTHONUNBUFFERED=1
 
@@ -20,15 +20,17 @@ run() {
   tail -n 20 "$results/$name.log"
 }
 
-# 1. A real server beside a trainer: tokens a second with versions, and the longest silence of a stream.
-if python -c "import vllm, transformers" 2>/dev/null; then
-  run gpu_serve 270 benchmarks.gpu_serve --versions 15 --json
-else
-  echo "gpu_serve: left out, because vllm or transformers is missing"
-fi
-# 2. The device's codec: encode, prove and decode, with the time of each kernel.
-run gpu_codec 100 benchmarks.gpu.codec --json
+# 1. The device's codec: encode, prove and decode, with the time of each kernel, and whether its bytes are the host's.
+run gpu_codec 110 benchmarks.gpu.codec --json
+# 2. How long a publish holds the trainer, with many tensors and with few.
+run gpu_held 60 benchmarks.gpu.held --json
 # 3. Detect, stage, commit and audit at 7.6 billion elements.
 run gpu 150 benchmarks.gpu --parts kernels,detect,dense,mixture --no-counts --json
 # 4. The kernels' property tests, as far as there is time.
 run gpu_tests 80 benchmarks.gpu --parts tests --json
+# 5. A real server beside a trainer: tokens a second with versions, and the longest silence of a stream.
+if python -c "import vllm, transformers" 2>/dev/null; then
+  run gpu_serve 200 benchmarks.gpu_serve --versions 15 --json
+else
+  echo "gpu_serve: left out, because vllm or transformers is missing"
+fi
