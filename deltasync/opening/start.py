@@ -247,7 +247,7 @@ class Start:
             return Difference()
         self.shadow = known = shadow
         known.settle(source.devices)
-        found = ranks.all(lambda: known.compare([*parts], [part.held for part in parts.values()]))
+        found = ranks.all(lambda: known.compare([part.held for part in parts.values()], [*parts]))
         if self.reference is not None and found.pieces:
             differing = len({name for piece in found.pieces for name in piece.counts()})
             logger.warning("%d tensors are not as in %s; they follow as a delta.", differing, self.reference)

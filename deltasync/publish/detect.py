@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -54,17 +54,30 @@ class Difference:
         return sum(piece.changed for piece in self.pieces)
 
 
-_DTYPE, _SHAPE, _DEVICE = map(operator.attrgetter, ("dtype", "shape", "device"))
+_TRAITS: tuple[Callable[[torch.Tensor], Any], ...] = (
+    *map(operator.attrgetter, ("dtype", "shape", "device")),
+    torch.Tensor.is_contiguous,
+    torch.Tensor.is_neg,
+)
 
-Traits = tuple[list[torch.dtype], list[torch.Size], list[torch.device], list[bool], list[bool]]
+Traits = list[list[Any]]
+"""Dtypes, shapes and devices of tensors, and which are contiguous or negated."""
 
 
 def traits_of(held: Sequence[torch.Tensor]) -> Traits:
-    """Return dtypes, shapes, devices, and which are contiguous or negated; no Python is called for a
-    tensor.
+    """Return the traits of tensors."""
+    return [[*map(trait, held)] for trait in _TRAITS]
+
+
+def have_traits(held: Sequence[torch.Tensor], traits: Traits) -> bool:
+    """Whether as many tensors have these traits.
+
+    No Python is called for a tensor, and no list is made: 18,819 shapes at once start the garbage
+    collector.
     """
-    contiguous, negated = [*map(torch.Tensor.is_contiguous, held)], [*map(torch.Tensor.is_neg, held)]
-    return [*map(_DTYPE, held)], [*map(_SHAPE, held)], [*map(_DEVICE, held)], contiguous, negated
+    return len(held) == len(traits[0]) and all(
+        all(map(operator.eq, map(trait, held), values)) for trait, values in zip(_TRAITS, traits, strict=True)
+    )
 
 
 def addresses_of(held: Sequence[torch.Tensor]) -> np.ndarray:

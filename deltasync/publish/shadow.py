@@ -23,7 +23,7 @@ from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError, get_logger
 from deltasync.kernels import native
 from deltasync.kernels.backend import accelerator
-from deltasync.publish.detect import Difference, HostShadow, Traits, copied, traits_of
+from deltasync.publish.detect import Difference, HostShadow, copied
 from deltasync.publish.ranges import Range, TensorRange
 from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
 from deltasync.tensors.bits import bits_of, signed_view
@@ -70,7 +70,7 @@ class Shadow:
         self._memory = HostShadow(self.layout, self.ranges, memory) if isinstance(memory, Mapping) else memory
         self._place, self._is_settled = place, self._memory.device is not None
         self._snapshots: list[Snapshot] = []
-        self._planned: tuple[list[str], Traits] | None = None
+        self._planned: list[str] = []  # names of the tensors that are compared
         self._next, self._due = 0, 0.0  # of the audit: number of the next tensor, and elements that are due
 
     @property
@@ -167,10 +167,11 @@ class Shadow:
         shadow._is_settled = True
         return shadow
 
-    def compare(self, names: Sequence[str] | None, held: Sequence[torch.Tensor]) -> Difference:
+    def compare(self, held: Sequence[torch.Tensor], names: Sequence[str] | None) -> Difference:
         """Compare the ranges of tensors that stay until the next call with the bits. Nothing is mutated.
 
-        With None for the names, the tensors are those of the last call, but for their addresses and bits.
+        With None for the names, the tensors are those of the last call, which has returned, but for their
+        addresses and bits: the caller has looked (`Source`).
 
         Raises:
             torch.OutOfMemoryError: the device has no memory for what differs, and the bits have to stay
@@ -178,19 +179,18 @@ class Shadow:
         """
         self.settle({tensor.device for tensor in held if tensor.numel()} if not self._is_settled else ())
         if names is not None:
-            self._plan([*names], held)
+            self._plan(names, held)
         try:
             return self._memory.compare(held)
         except torch.OutOfMemoryError as error:
-            if self._place != "auto" or self._planned is None:
+            if self._place != "auto":
                 raise
             logger.warning(
                 "The shadow moves to the host, where weights are compared from now on: %s",
                 str(error).partition("\n")[0],
             )
-            (known, _), self._planned = self._planned, None
             self._become(HostShadow(self.layout, self.ranges, dict(self.bits.items())))
-            self._plan(known, held)
+            self._plan(self._planned, held)
             return self._memory.compare(held)
 
     def compare_each(self, parts: Iterable[tuple[str, torch.Tensor]]) -> Difference:
@@ -269,12 +269,9 @@ class Shadow:
             self._become(memory)
         self._is_settled = True
 
-    def _plan(self, names: list[str], held: Sequence[torch.Tensor]) -> None:
-        planned = names, traits_of(held)
-        if planned != self._planned:
-            self._planned = None  # if it is interrupted
-            self._memory.plan(names, held)
-            self._planned = planned
+    def _plan(self, names: Sequence[str], held: Sequence[torch.Tensor]) -> None:
+        self._planned = [*names]
+        self._memory.plan(self._planned, held)
 
     def _become(self, memory: HostShadow) -> None:
         with self.lock:

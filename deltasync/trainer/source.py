@@ -19,7 +19,7 @@ import torch.distributed as dist
 from deltasync.errors import ConfigError, ModelMismatchError, get_logger
 from deltasync.kernels import native
 from deltasync.publish.agreement import Alone
-from deltasync.publish.detect import Difference, Traits, copied, pieces, traits_of
+from deltasync.publish.detect import Difference, Traits, copied, have_traits, pieces, traits_of
 from deltasync.publish.ranges import Range, Stream, TensorRange, Tensors
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors import TensorSpec, check_specs, fingerprint
@@ -91,8 +91,10 @@ class Source:
             self._table = {
                 n: _Held(spec.dtype, spec.shape, *self.held[0][n], 0) for n, spec in self.specs.items()
             }
-        # Of a stream that stays, whose parts are its tensors: names, types, ranges, looks.
-        self._seen: tuple[list[str], list[type], _Ranges, Traits] | None = None
+        # Of what the shadow has a table of: names and traits.
+        self._planned: tuple[list[str], Traits] | None = None
+        # Of the stream of that, if its tensors are those: names, types, ranges.
+        self._given: tuple[list[str], list[type], _Ranges] | None = None
 
     def first(self, stream: Stream) -> dict[str, TensorRange]:
         """Read a first stream, and agree on who publishes what. Return what this rank publishes, by name.
@@ -102,7 +104,7 @@ class Source:
             ModelMismatchError: the ranks do not agree about the model, or it is not the channel's; at all
                 ranks.
         """
-        self._table, self._seen, self.devices = {}, None, set()
+        self._table, self._planned, self._given, self.devices = {}, None, None, set()
         parts: dict[str, TensorRange] = {}
 
         def read() -> tuple[bool, _Table]:
@@ -149,7 +151,7 @@ class Source:
         """
         pairs, lasts = self._opened(stream)
         if lasts and (known := self._again(pairs)) is not None:
-            return shadow.compare(None, known)
+            return self._compared(shadow, known, None)
         seen: dict[str, TensorSpec] = {}
         if not (lasts and stays(pairs)):
             found = shadow.compare_each(self._published(pairs, seen))
@@ -157,16 +159,21 @@ class Source:
             return found
         parts = list(self._published(pairs, seen))
         check_specs(self.specs, seen, "The published model")
-        given, held = [*map(_GIVEN, pairs)], [held for _, held in parts]
+        given, names, held = [*map(_GIVEN, pairs)], [name for name, _ in parts], [held for _, held in parts]
         are_same = len(given) == len(held) and all(
             each is of or (type(of) is TensorRange and each is of.held)
             for each, of in zip(held, given, strict=True)
         )
-        self._seen = None  # until the shadow has a table of these
-        found = shadow.compare([name for name, _ in parts], held)
-        self._seen = (
-            ([*map(_NAME, pairs)], [*map(type, given)], _ranges(given), traits_of(held)) if are_same else None
-        )
+        planned = self._planned
+        is_planned = planned is not None and names == planned[0] and have_traits(held, planned[1])
+        self._given = ([*map(_NAME, pairs)], [*map(type, given)], _ranges(given)) if are_same else None
+        return self._compared(shadow, held, None if is_planned else names)
+
+    def _compared(self, shadow: Shadow, held: Sequence[torch.Tensor], names: list[str] | None) -> Difference:
+        """Compare tensors; with None for the names, they are those that the shadow has a table of."""
+        planned, self._planned = self._planned, None  # if the shadow is interrupted
+        found = shadow.compare(held, names)
+        self._planned = planned if names is None else (names, traits_of(held))
         return found
 
     @property
@@ -266,16 +273,16 @@ class Source:
         """Return the tensors of a stream if they differ from the known ones in their addresses and bits
         alone.
         """
-        if self._seen is None or len(pairs) != len(self._seen[0]):
+        if self._planned is None or self._given is None or len(pairs) != len(self._given[0]):
             return None
         try:
             names, given = zip(*pairs, strict=True)
         except (TypeError, ValueError):
             return None
-        if ([*names], [*map(type, given)], _ranges(given)) != self._seen[:3]:
+        if ([*names], [*map(type, given)], _ranges(given)) != self._given:
             return None
         held = [each.held if type(each) is TensorRange else each for each in given]
-        if traits_of(held) != self._seen[3] or not all(map(MARKS.isdisjoint, map(_DICT, held))):
+        if not have_traits(held, self._planned[1]) or not all(map(MARKS.isdisjoint, map(_DICT, held))):
             return None
         if not all(map(torch.Tensor.data_ptr, held)) and any(
             each.numel() and not each.data_ptr() for each in held

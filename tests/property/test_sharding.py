@@ -51,7 +51,7 @@ def compared(shadow: Shadow, bits: Bits) -> Difference:
         tensor_of(bits[n].copy(), spec).reshape(-1)[slice(*shadow.ranges[n])]
         for n, spec in shadow.specs.items()
     ]
-    return shadow.compare([*shadow.specs], held)
+    return shadow.compare(held, [*shadow.specs])
 
 
 def taken(shadow: Shadow, bits: Bits) -> list[Delta]:
