@@ -287,8 +287,6 @@ class TestAdapter(TargetContract):
     @pytest.fixture
     def bench(self, memory_url: str) -> Iterator[Bench]:
         pytest.importorskip("vllm")
-        from safetensors.torch import load_file
-
         from tests.unit.test_adapters import VLLM
         from vllm_plugin.adapters import AdapterTarget
         from vllm_plugin.pauses import OnLoop
@@ -299,23 +297,21 @@ class TestAdapter(TargetContract):
             made: AdapterTarget | None = None
 
             def target(self, settings: ReplicaSettings) -> Target:
-                self.close_folder()
+                self.close_files()
                 self.vllm = VLLM()  # it restarts with the server
                 self.made = AdapterTarget(self.vllm, self.reader, settings, self.vllm, OnLoop(self.loop))
                 return self.made
 
-            def close_folder(self) -> None:
-                if self.made is not None:
-                    self.made._root.cleanup()
+            def close_files(self) -> None:
+                while self.made is not None and self.made._files:
+                    self.made._files.popitem()[1].close()
 
             def close(self) -> None:
                 super().close()
-                self.close_folder()
+                self.close_files()
 
             def live(self) -> dict[str, torch.Tensor]:
-                found: dict[str, torch.Tensor] = load_file(
-                    self.vllm.lora_requests["policy"] / "adapter_model.safetensors"
-                )
+                found: dict[str, torch.Tensor] = self.vllm.read("policy")[0]
                 return found
 
         yield from _bench(Adapter, memory_url)
