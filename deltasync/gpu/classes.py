@@ -3,7 +3,7 @@ blocks at once.
 
 A block is as in `kernels.native`. Its elements follow each other by *place*, and each 128 of them are a
 *chunk*. Of each class of a block it is counted how many elements lie before each chunk (`Counts`), which
-takes 4 bytes for each class and chunk, so callers take blocks in batches. A changed element's *rank*, how
+takes 5 bytes for each class and chunk, so callers take blocks in batches. A changed element's *rank*, how
 many of its class lie before it, is that count and what is found in its chunk; and the other way round.
 
 Changes are ordered by a bitmap: a bit for each place that something may take, of which those before are
@@ -41,8 +41,10 @@ how many it has; number of the block's first pair; number of chunks, and the num
 before."""
 
 _CHANGES = 256  # changes of a band or block that a program takes at once
-_RANKED = 8  # changes of which a program reads the chunks at once
-_CHUNKS = 8  # chunks that a program counts
+_UNIT = 8  # elements that are read at once
+_RANKED = {1: 8, _UNIT: 16}  # changes of which a program reads the chunks at once, by the unit
+_CHUNKS = {1: 8, _UNIT: 32}  # chunks that a program counts at once, likewise
+_TURNS = 4  # times that a program counts, so that its beginning costs less
 _MOVED = 512  # changes that a program moves
 _SAMPLE = 32  # consecutive elements of a sample, as in `kernels.native`
 _MOST_PROGRAMS = (1 << 16) - 1  # of the second dimension of a launch
@@ -70,45 +72,64 @@ def _place_of(block, row, column, is_in, shift, BITS: tl.constexpr):
 
 
 @triton.jit
-def _chunk_fields(block, chunk, inside, shift, BITS: tl.constexpr):
-    """Return the fields of chunks of blocks, [chunks, 128], and which of them are elements.
+def _chunk_fields(block, chunk, inside, shift, BITS: tl.constexpr, UNIT: tl.constexpr):
+    """Return the fields of chunks of blocks, int32[chunks, 128 / UNIT, UNIT], and which of them are elements.
 
-    `block` are the rows of their blocks, and `inside` tells which chunks there are; both as columns. See
+    `block` are the rows of their blocks, or of the one that all are in, and `inside` tells which chunks there
+    are; all of shape [chunks, 1, 1]. Rows begin and end at multiples of `UNIT` elements, in memory too. See
     `_place_of`.
     """
-    columns = tl.load(block + _COLUMNS, inside, other=1)
-    jump = tl.load(block + _STRIDE, inside, other=1) - columns
-    place = chunk * _CHUNK
-    row = place // columns
-    column = place - row * columns
-    begin = (tl.load(block + _ADDRESS, inside, other=0) + shift).to(tl.pointer_type(BITS)) + (
-        place + row * jump
-    )
-    left = tl.minimum(columns * tl.load(block + _ROWS, inside, other=0) - place, _CHUNK).to(tl.int32)
-    lane = tl.arange(0, _CHUNK)[None, :]
-    # How many rows have ended: one at most, or rows are short; floating point is exact for such numbers.
-    width = tl.minimum(columns, _CHUNK)
-    start = (width - tl.minimum(columns - column, width)).to(tl.int32)
-    part = 1.0 / width.to(tl.float32)
-    ends = (((start + lane).to(tl.float32) + 0.5) * part).to(tl.int32)
-    element = inside & (lane < left)
-    bits = tl.load(begin + (lane + ends.to(tl.int64) * jump), element, other=0)
-    return _field(block, bits, inside), element
+    columns = (tl.load(block + _COLUMNS) // UNIT).to(tl.uint32)
+    units = columns * tl.load(block + _ROWS).to(tl.uint32)
+    unit = (chunk * (_CHUNK // UNIT)).to(tl.uint32)
+    unit += tl.arange(0, _CHUNK // UNIT).to(tl.uint32)[None, :, None]
+    row = unit // columns
+    begin = row.to(tl.int64) * tl.load(block + _STRIDE) + (unit - row * columns).to(tl.int64) * UNIT
+    address = (tl.load(block + _ADDRESS) + shift).to(tl.pointer_type(BITS)) + begin
+    bytes_: tl.constexpr = min(UNIT * BITS.primitive_bitwidth // 8, 16)
+    address = tl.multiple_of(address, [bytes_, bytes_, bytes_])
+    element = inside & (unit < units)
+    bits = tl.load(address + tl.arange(0, UNIT)[None, None, :], element, other=0)
+    field = (bits >> tl.load(block + _SHIFT).to(BITS)).to(tl.int32) & tl.load(block + _MASK).to(tl.int32)
+    return field, element
+
+
+@triton.jit
+def _of_class(block, chunk, inside, c, class_ptr, shift, BITS: tl.constexpr, UNIT: tl.constexpr):
+    """Return which elements of chunks of blocks are of class `c`; see `_chunk_fields`."""
+    block = block[:, None, None]
+    field, element = _chunk_fields(block, chunk[:, None, None], inside[:, None, None], shift, BITS, UNIT)
+    found = tl.load(class_ptr + tl.load(block + _GROUP) * 256 + field)
+    return element & (found == c[:, None, None])
+
+
+@triton.jit
+def _elements(UNIT: tl.constexpr):
+    """Return the number of each element in its chunk, as `_chunk_fields` orders them."""
+    return (tl.arange(0, _CHUNK // UNIT) * UNIT)[None, :, None] + tl.arange(0, UNIT)[None, None, :]
 
 
 @triton.jit
 def _change(band, at_ptr, k, is_in):
     """Return block, row and column in it, and place of changes of a band."""
     # Of positions only the low 32 bits are known; a band is smaller.
-    offset = (tl.load(at_ptr + k, is_in, other=0).to(tl.uint32) - tl.load(band).to(tl.uint32)).to(tl.int64)
+    offset = tl.load(at_ptr + k, is_in, other=0).to(tl.uint32) - tl.load(band).to(tl.uint32)
     offset = tl.where(is_in, offset, 0)
-    stride = tl.load(band + 1)
-    columns = tl.load(band + 2)
+    stride = tl.load(band + 1).to(tl.uint32)
+    columns = tl.load(band + 2).to(tl.uint32)
     row = offset // stride
     column = offset - row * stride
     tile = column // columns
     column -= tile * columns
-    return tl.load(band + 5) + tile, row, column
+    return tl.load(band + 5) + tile.to(tl.int64), row.to(tl.int64), column.to(tl.int64)
+
+
+@triton.jit
+def _begin(low, CHANGES: tl.constexpr):
+    """Return the first change that a program takes of those of a band, which several programs share, and how
+    far its next ones are.
+    """
+    return low + tl.program_id(1).to(tl.int64) * CHANGES, tl.num_programs(1) * CHANGES
 
 
 @triton.jit
@@ -116,7 +137,8 @@ def _tally(band_ptr, begin_ptr, end_ptr, at_ptr, count_ptr, CHANGES: tl.constexp
     """Count the changes of each block."""
     g = tl.program_id(0).to(tl.int64)
     high = tl.load(end_ptr + g)
-    for start in range(tl.load(begin_ptr + g), high, CHANGES):
+    first, jump = _begin(tl.load(begin_ptr + g), CHANGES)
+    for start in range(first, high, jump):
         k = start + tl.arange(0, CHANGES)
         block, _, _ = _change(band_ptr + 6 * g, at_ptr, k, k < high)
         tl.atomic_add(count_ptr + block, tl.full((CHANGES,), 1, tl.int32), k < high, sem="relaxed")
@@ -130,7 +152,8 @@ def _survey_steps(
     """Count the symbols of steps by the old field; the bits are new."""
     g = tl.program_id(0).to(tl.int64)
     high = tl.load(end_ptr + g)
-    for start in range(tl.load(begin_ptr + g), high, CHANGES):
+    first, jump = _begin(tl.load(begin_ptr + g), CHANGES)
+    for start in range(first, high, jump):
         k = start + tl.arange(0, CHANGES)
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
@@ -178,40 +201,47 @@ def _survey_elements(
 
 @triton.jit(do_not_specialize=["b_base", "base", "shift"])
 def _count_chunks(
-    block_ptr, low_ptr, high_ptr, count_ptr, b_base: tl.int64, base: tl.int64, shift: tl.int64, BITS: tl.constexpr,
-    CHUNKS: tl.constexpr,
+    block_ptr, word_ptr, count_ptr, b_base: tl.int64, base: tl.int64, shift: tl.int64, BITS: tl.constexpr,
+    UNIT: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     """Count the elements of each class in chunks of a block; its programs take several each if there are
     many.
     """
     block = block_ptr + (tl.program_id(0).to(tl.int64) + b_base) * _FIELDS
-    here = block + tl.zeros((CHUNKS, 1), tl.int64)
     chunks = tl.load(block + _CHUNK_COUNT)
-    first = tl.load(block + _CLASS)
+    classes = tl.load(block + _CLASSES)
     to = count_ptr + (tl.load(block + _COUNT) - base)
+    words = word_ptr + (tl.load(block + _CLASS) // 8 + tl.load(block + _GROUP)) * 256
+    eight = tl.arange(0, 8)[None, :]
     for start in range(tl.program_id(1).to(tl.int64) * CHUNKS, chunks, tl.num_programs(1) * CHUNKS):
-        chunk = start + tl.arange(0, CHUNKS).to(tl.int64)
-        field, element = _chunk_fields(here, chunk[:, None], (chunk < chunks)[:, None], shift, BITS)
-        for c in range(tl.load(block + _CLASSES)):
-            is_of = (
-                element & (field >= tl.load(low_ptr + first + c)) & (field <= tl.load(high_ptr + first + c))
-            )
-            tl.store(to + c * chunks + chunk, tl.sum(is_of.to(tl.int32), axis=1), chunk < chunks)
+        chunk = start + tl.arange(0, CHUNKS)
+        inside = (chunk < chunks)[:, None, None]
+        field, element = _chunk_fields(block, chunk[:, None, None], inside, shift, BITS, UNIT)
+        # Each word has a byte for each of eight classes, of which a chunk has 128 elements at most.
+        for page in range((classes + 7) // 8):
+            word = tl.load(words + (page * 256 + field), element, other=0)
+            sums = tl.sum(tl.sum(word, axis=2), axis=1)
+            count = (sums[:, None] >> (eight * 8)).to(tl.uint8)
+            of = page * 8 + eight
+            tl.store(to + of * chunks + chunk[:, None], count, (of < classes) & (chunk < chunks)[:, None])
 
 
 @triton.jit(do_not_specialize=["b_base", "base"])
-def _sum_chunks(block_ptr, count_ptr, size_ptr, b_base: tl.int64, base: tl.int64, CHUNKS: tl.constexpr):
-    """Turn the counts of a class of a block into those before each chunk, and write its size."""
+def _sum_chunks(
+    block_ptr, count_ptr, before_ptr, size_ptr, b_base: tl.int64, base: tl.int64, CHUNKS: tl.constexpr
+):  # fmt: skip
+    """Write how many elements of a class of a block are before each chunk, and its size."""
     block = block_ptr + (tl.program_id(0).to(tl.int64) + b_base) * _FIELDS
     c = tl.program_id(1)
     if c < tl.load(block + _CLASSES):
         chunks = tl.load(block + _CHUNK_COUNT)
-        line = count_ptr + (tl.load(block + _COUNT) - base) + c * chunks
+        line = (tl.load(block + _COUNT) - base) + c * chunks
         total = chunks * 0
         for start in range(0, chunks, CHUNKS):
             at = start + tl.arange(0, CHUNKS)
-            count = tl.load(line + at, at < chunks, other=0)
-            tl.store(line + at, (total + tl.cumsum(count, axis=0) - count).to(tl.int32), at < chunks)
+            count = tl.load(count_ptr + line + at, at < chunks, other=0).to(tl.int32)
+            before = total + tl.cumsum(count, axis=0) - count
+            tl.store(before_ptr + line + at, before.to(tl.int32), at < chunks)
             total += tl.sum(count, axis=0)
         tl.store(size_ptr + tl.load(block + _PAIR) + c, total)
 
@@ -242,7 +272,8 @@ def _classify(
     low_k = tl.load(begin_ptr + g)
     high = tl.load(end_ptr + g)
     to = tl.load(bound_ptr + g) - k_base - low_k
-    for start in range(low_k, high, CHANGES):
+    first, jump = _begin(low_k, CHANGES)
+    for start in range(first, high, jump):
         k = start + tl.arange(0, CHANGES)
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
@@ -273,7 +304,8 @@ def _undo(
     """Turn new bits of bands into old ones."""
     g = tl.program_id(0).to(tl.int64)
     high = tl.load(end_ptr + g)
-    for start in range(tl.load(begin_ptr + g), high, CHANGES):
+    first, jump = _begin(tl.load(begin_ptr + g), CHANGES)
+    for start in range(first, high, jump):
         k = start + tl.arange(0, CHANGES)
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
@@ -285,31 +317,23 @@ def _undo(
 
 @triton.jit(do_not_specialize=["base", "pair_base", "last", "shift"])
 def _rank(
-    block_ptr, low_ptr, high_ptr, count_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base: tl.int64,
-    pair_base: tl.int64, last: tl.int64, shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
+    block_ptr, of_ptr, count_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base: tl.int64,
+    pair_base: tl.int64, last: tl.int64, shift: tl.int64, BITS: tl.constexpr, UNIT: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Write where each change comes if elements are ordered by block, class and rank."""
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
     is_in = k < last
     block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
-    place = tl.load(place_ptr + k, is_in, other=0).to(tl.int64)
-    c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
-    first = tl.load(block + _CLASS, is_in, other=0)
-    low = tl.load(low_ptr + first + c, is_in, other=0)
-    high = tl.load(high_ptr + first + c, is_in, other=0)
+    place = tl.load(place_ptr + k, is_in, other=0)
+    c = tl.load(class_ptr + k, is_in, other=0)
     chunk = place // _CHUNK
-    before = (
-        tl.load(block + _COUNT, is_in, other=0)
-        - base
-        + c * tl.load(block + _CHUNK_COUNT, is_in, other=0)
-        + chunk
-    )
+    before = tl.load(block + _COUNT, is_in, other=0) - base + chunk
+    before += c.to(tl.int64) * tl.load(block + _CHUNK_COUNT, is_in, other=0)
     first_key = tl.load(pair_ptr + tl.load(block + _PAIR, is_in, other=0) - pair_base + c, is_in, other=0)
     first_key += tl.load(count_ptr + before, is_in, other=0)
-    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], shift, BITS)
-    is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
-    is_of = is_of & (tl.arange(0, _CHUNK)[None, :] < (place - chunk * _CHUNK).to(tl.int32)[:, None])
-    tl.store(key_ptr + k, first_key + tl.sum(is_of.to(tl.int32), axis=1), is_in)
+    is_of = _of_class(block, chunk, is_in, c, of_ptr, shift, BITS, UNIT)
+    is_of = is_of & (_elements(UNIT) < (place % _CHUNK)[:, None, None])
+    tl.store(key_ptr + k, first_key + tl.sum(tl.sum(is_of.to(tl.int32), axis=2), axis=1), is_in)
 
 
 @triton.jit(do_not_specialize=["first", "last", "size"])
@@ -487,32 +511,19 @@ def _decode(
     tl.store(good_ptr + s, (good & (x == 1) & (at == end)).to(tl.int8), there)
 
 
-@triton.jit
-def _halve(word, nth, place, HALF: tl.constexpr):
-    """Narrow the search for the bit that is set after `nth` others down to one half of a word."""
-    below = popcount(word & ((1 << HALF) - 1))
-    above = below <= nth
-    return (
-        tl.where(above, word >> HALF, word),
-        tl.where(above, nth - below, nth),
-        tl.where(above, place + HALF, place),
-    )
-
-
 @triton.jit(
-    do_not_specialize=["base", "last", "shift"],
+    do_not_specialize=["base", "last"],
     do_not_specialize_on_alignment=["rank_ptr", "class_ptr"],  # parts of arrays
 )
-def _places(
-    block_ptr, low_ptr, high_ptr, count_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, base: tl.int64, last: tl.int64,
-    shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
+def _search(
+    block_ptr, count_ptr, number_ptr, rank_ptr, class_ptr, chunk_ptr, base: tl.int64, last: tl.int64,
+    CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Write the position of each change."""
+    """Write in which chunk each change is, and turn its rank into that among the chunk's elements."""
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
     is_in = k < last
     block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
     chunks = tl.load(block + _CHUNK_COUNT, is_in, other=1)
-    first = tl.load(block + _CLASS, is_in, other=0)
     c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
     rank = tl.load(rank_ptr + k, is_in, other=0)
     line = count_ptr + (tl.load(block + _COUNT, is_in, other=0) - base) + c * chunks
@@ -525,29 +536,35 @@ def _places(
         fits = fits & (tl.load(line + further, fits, other=0) <= rank)
         chunk = tl.where(fits, further, chunk)
         half = tl.where(half == 1, 0, (half + 1) // 2)
-    nth = rank - tl.load(line + chunk, is_in, other=0)
-    low = tl.load(low_ptr + first + c, is_in, other=0)
-    high = tl.load(high_ptr + first + c, is_in, other=0)
-    fields, element = _chunk_fields(block[:, None], chunk[:, None], is_in[:, None], shift, BITS)
-    is_of = element & (fields >= low[:, None]) & (fields <= high[:, None])
-    is_of = tl.reshape(is_of.to(tl.uint32), (CHANGES, _CHUNK // 32, 32))
-    words = tl.sum(is_of << tl.arange(0, 32).to(tl.uint32)[None, None, :], axis=2)
-    counts = popcount(words)
-    before = tl.cumsum(counts, axis=1) - counts
-    own = (before <= nth[:, None]) & (nth[:, None] < before + counts)
-    word = tl.sum(tl.where(own, words, 0), axis=1)
-    nth -= tl.sum(tl.where(own, before, 0), axis=1)
-    place = 32 * tl.sum(tl.where(own, tl.arange(0, _CHUNK // 32)[None, :], 0), axis=1)
-    word, nth, place = _halve(word, nth, place, 16)
-    word, nth, place = _halve(word, nth, place, 8)
-    word, nth, place = _halve(word, nth, place, 4)
-    word, nth, place = _halve(word, nth, place, 2)
-    word, nth, place = _halve(word, nth, place, 1)
+    tl.store(chunk_ptr + k, chunk, is_in)
+    tl.store(rank_ptr + k, rank - tl.load(line + chunk, is_in, other=0), is_in)
+
+
+@triton.jit(
+    do_not_specialize=["last", "shift"],
+    do_not_specialize_on_alignment=["rank_ptr", "class_ptr"],  # parts of arrays
+)
+def _places(
+    block_ptr, of_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, last: tl.int64, shift: tl.int64, BITS: tl.constexpr,
+    UNIT: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Turn the chunk of each change into its position."""
+    k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
+    is_in = k < last
+    block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
+    c = tl.load(class_ptr + k, is_in, other=0)
+    rank = tl.load(rank_ptr + k, is_in, other=0)
+    chunk = tl.load(key_ptr + k, is_in, other=0)
+    is_of = _of_class(block, chunk, is_in, c, of_ptr, shift, BITS, UNIT)
+    count = is_of.to(tl.int32)
+    of_unit = tl.sum(count, axis=2)
+    before = (tl.cumsum(of_unit, axis=1) - of_unit)[:, :, None] + tl.cumsum(count, axis=2) - count
+    own = is_of & (before == rank[:, None, None])
+    place = chunk * _CHUNK + tl.sum(tl.sum(tl.where(own, _elements(UNIT), 0), axis=2), axis=1)
     columns = tl.load(block + _COLUMNS, is_in, other=1)
-    at = tl.minimum(chunk * _CHUNK + place, columns * tl.load(block + _ROWS, is_in, other=1) - 1)
-    row = at // columns
+    row = (place.to(tl.uint32) // columns.to(tl.uint32)).to(tl.int64)
     jump = tl.load(block + _STRIDE, is_in, other=0) - columns
-    tl.store(key_ptr + k, tl.load(block + _FIRST, is_in, other=0) + row * jump + at, is_in)
+    tl.store(key_ptr + k, tl.load(block + _FIRST, is_in, other=0) + row * jump + place, is_in)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -579,8 +596,33 @@ class Changes:
         """Count the changes of each block, int32[B]."""
         count_B = torch.zeros(blocks, dtype=torch.int32, device=self.at_K.device)
         with on(self.at_K.device):
-            _tally[(len(self.band_GF),)](*self.of_bands(), self.at_K, count_B, _CHANGES)
+            grid = programs(len(self.band_GF), self.at_K.numel())
+            _tally[grid](*self.of_bands(), self.at_K, count_B, _CHANGES)
         return count_B
+
+
+def programs(bands: int, changes: int) -> tuple[int, int]:
+    """Return the grid of a kernel that takes the changes of bands. A band has programs for four times the
+    mean, which repeat if it has more.
+    """
+    return bands, min(max(-(-4 * changes // (bands * _CHANGES)), 1), _MOST_PROGRAMS)
+
+
+def _words(classes: Classes) -> np.ndarray:
+    """Return what `_count_chunks` sums: for each eight classes of a group, and each value of the field, 1 in
+    the byte of the value's class, int64[W, 256]. Group g has rows from `bound_G[g] // 8 + g` on.
+    """
+    class_G, groups = classes.bound_G, classes.bound_G.size - 1
+    word_WE = np.zeros((int(class_G[-1]) // 8 + groups, 256), np.uint64)
+    group_L = np.repeat(np.arange(groups), np.diff(class_G))
+    class_L = np.arange(group_L.size) - class_G[group_L]
+    row_L, one_L = (
+        class_G[group_L] // 8 + group_L + class_L // 8,
+        np.uint64(1) << (class_L % 8 * 8).astype(np.uint64),
+    )
+    for row, low, span, one in zip(row_L, classes.low_L.astype(np.int64), classes.span_L, one_L, strict=True):
+        word_WE[row, low : low + span + 1] = one
+    return word_WE.view(np.int64)
 
 
 class Batch(NamedTuple):
@@ -592,6 +634,7 @@ class Batch(NamedTuple):
         chunks, classes: The most that a block has.
         byte, byte_end: Address of the first element, and the one behind the last.
         first, last: Position of the first element, and the one behind the last.
+        unit: How many elements are read at once, because rows begin and end at multiples of them.
     """
 
     low: int
@@ -604,6 +647,7 @@ class Batch(NamedTuple):
     byte_end: int
     first: int
     last: int
+    unit: int
 
 
 class BlockBits:
@@ -670,22 +714,22 @@ class BlockBits:
         bits = UNSIGNED[self.width]
         with on(device):
             _survey_elements[(self.count,)](table_BF, run_B, before, period, element_RE, bits, 32)
-            _survey_steps[(len(changes.band_GF),)](
+            _survey_steps[programs(len(changes.band_GF), changes.at_K.numel())](
                 *changes.of_bands(), table_BF, run_B, changes.at_K, changes.step_K, step_RES, bits, symbols, _CHANGES
             )  # fmt: skip
         return element_RE, step_RES
 
     def divide(self, group_B: np.ndarray, classes: Classes) -> None:
         """Divide the blocks' elements into classes. `group_B` has the number of each block's group."""
-        row_BF, class_G, low_L = self.row_BF, classes.bound_G, classes.low_L.astype(np.int32)
+        row_BF, class_G = self.row_BF, classes.bound_G
         class_B = np.diff(class_G)[group_B]
         chunk_B = -(-self._element_B // CHUNK)
         self.pair_B, self.count_B = bounds(class_B), bounds(class_B * chunk_B)
         columns = group_B, class_G[group_B], class_B, self.pair_B[:-1], chunk_B, self.count_B[:-1]
         row_BF[:, GROUP:] = np.stack(columns, axis=1)
         self.table_BF = torch.from_numpy(row_BF).to(self.device)
-        arrays = low_L, low_L + classes.span_L, classes.level_L, classes.by_value()
-        self.low_L, self.high_L, self.level_L, self.class_GE = (
+        arrays = classes.level_L, classes.by_value(255), _words(classes)
+        self.level_L, self.class_GE, self.word_WE = (
             torch.from_numpy(each).to(self.device) for each in arrays
         )
         self.size_P = torch.zeros(int(self.pair_B[-1]), dtype=torch.int64, device=self.device)
@@ -708,11 +752,14 @@ class BlockBits:
         low_C, byte_B = edge_E[band_C[:-1]], row_BF[:, ADDRESS]
         end_B = byte_B + ((row_BF[:, ROWS] - 1) * row_BF[:, STRIDE] + row_BF[:, COLUMNS]) * self.width
         last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
+        is_even_B = (row_BF[:, [COLUMNS, STRIDE]] % _UNIT == 0).all(axis=1)
+        is_even_B &= byte_B % min(_UNIT * self.width, 16) == 0
         columns = (
             *(low_C, edge_E[band_C[1:]], band_C[:-1], band_C[1:]),
             *(np.maximum.reduceat(chunk_B, low_C), np.maximum.reduceat(class_B, low_C)),
             *(np.minimum.reduceat(byte_B, low_C), np.maximum.reduceat(end_B, low_C)),
             *(band_GF[band_C[:-1], 0], last_G[np.array(band_C[1:]) - 1]),
+            np.where(np.logical_and.reduceat(is_even_B, low_C), _UNIT, 1),
         )
         return [Batch(*line) for line in np.stack(columns, axis=1).tolist()]
 
@@ -724,21 +771,19 @@ class BlockBits:
         if self.changes is not None:
             self._copy_old(self.changes, of)
         blocks, base = of.high - of.low, int(self.count_B[of.low])
-        found = torch.empty(int(self.count_B[of.high]) - base, dtype=torch.int32, device=self.device)
+        size = int(self.count_B[of.high]) - base
+        count_N, before_N = (
+            torch.empty(size, dtype=dtype, device=self.device) for dtype in (torch.uint8, torch.int32)
+        )
         with on(self.device):
-            _count_chunks[(blocks, min(-(-of.chunks // _CHUNKS), _MOST_PROGRAMS))](
-                self.table_BF,
-                self.low_L,
-                self.high_L,
-                found,
-                of.low,
-                base,
-                self.shift,
-                UNSIGNED[self.width],
-                _CHUNKS,
+            chunks = min(_CHUNKS[of.unit], 64 // self.width)
+            _count_chunks[(blocks, min(triton.cdiv(of.chunks, _TURNS * chunks), _MOST_PROGRAMS))](
+                self.table_BF, self.word_WE, count_N, of.low, base, self.shift, UNSIGNED[self.width], of.unit, chunks
+            )  # fmt: skip
+            _sum_chunks[(blocks, of.classes)](
+                self.table_BF, count_N, before_N, self.size_P, of.low, base, 1024
             )
-            _sum_chunks[(blocks, of.classes)](self.table_BF, found, self.size_P, of.low, base, 1024)
-        return found
+        return before_N
 
     def _copy_old(self, changes: Changes, of: Batch) -> None:
         """Copy the bits of blocks, and undo their changes there."""
@@ -751,7 +796,8 @@ class BlockBits:
         self._old[:size].copy_(changes.bits_N.view(torch.uint8)[of.byte - base : of.byte_end - base])
         self.shift = self._old.data_ptr() - of.byte
         with on(self.device):
-            _undo[(of.band_end - of.band,)](
+            changed = int(self.bound_B[of.high] - self.bound_B[of.low])
+            _undo[programs(of.band_end - of.band, changed)](
                 *changes.of_bands(of.band), self.table_BF, changes.at_K, changes.step_K, self.shift, UNSIGNED[self.width],
                 _CHANGES,
             )  # fmt: skip
@@ -816,13 +862,13 @@ def rank(bits: BlockBits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, to
         from_class_K = torch.empty(end - begin, dtype=torch.uint8, device=device)
         from_step_K = torch.empty(end - begin, dtype=step_K.dtype, device=device)
         with on(device):
-            _classify[(band_end - band,)](
+            _classify[programs(band_end - band, end - begin)](
                 *changes.of_bands(band), changes.bound_G[band:], bits.table_BF, bits.class_GE, at_K, step_K, number_K,
                 at_place_K, from_class_K, from_step_K, begin, bits.shift, width, _CHANGES,
             )  # fmt: skip
-            _rank[(triton.cdiv(end - begin, _RANKED),)](
-                bits.table_BF, bits.low_L, bits.high_L, count_N, place_P, number_K, at_place_K, from_class_K, key_K,
-                base, pair, end - begin, bits.shift, width, _RANKED, num_warps=8,
+            _rank[(triton.cdiv(end - begin, _RANKED[batch.unit]),)](
+                bits.table_BF, bits.class_GE, count_N, place_P, number_K, at_place_K, from_class_K, key_K, base, pair,
+                end - begin, bits.shift, width, batch.unit, _RANKED[batch.unit],
             )  # fmt: skip
             marks, ends = _bitmap(key_K, 0, elements)
             _move_ranked[(triton.cdiv(end - begin, _MOVED),)](
@@ -886,8 +932,8 @@ def _place(
     at_K: torch.Tensor,
     step_K: torch.Tensor,
 ) -> None:
-    """Write changes by block, class and rank (elements of the class before each in the block) in the order of
-    positions.
+    """Write changes by block, class and rank (elements of the class before each in the block; mutated) in the
+    order of positions.
     """
     number_B = torch.arange(bits.count, dtype=torch.int32, device=at_K.device)
     change_B = torch.diff(bits.bound)
@@ -900,9 +946,13 @@ def _place(
         key_K = torch.empty(end - begin, dtype=torch.int64, device=at_K.device)
         number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
         with on(at_K.device):
-            _places[(triton.cdiv(end - begin, _RANKED),)](
-                bits.table_BF, bits.low_L, bits.high_L, count_N, number_K, rank_K[begin:end], class_K[begin:end], key_K,
-                int(bits.count_B[low]), end - begin, bits.shift, UNSIGNED[bits.width], _RANKED, num_warps=8,
+            _search[(triton.cdiv(end - begin, _CHANGES),)](
+                bits.table_BF, count_N, number_K, rank_K[begin:end], class_K[begin:end], key_K, int(bits.count_B[low]),
+                end - begin, _CHANGES,
+            )  # fmt: skip
+            _places[(triton.cdiv(end - begin, _RANKED[batch.unit]),)](
+                bits.table_BF, bits.class_GE, number_K, rank_K[begin:end], class_K[begin:end], key_K, end - begin,
+                bits.shift, UNSIGNED[bits.width], batch.unit, _RANKED[batch.unit],
             )  # fmt: skip
         done = begin
         # more than one only where a single band is larger

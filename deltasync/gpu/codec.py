@@ -470,26 +470,37 @@ class DeviceCodec:
 def warm_up(device: Backend, width: int) -> None:
     """Compile all that decoding elements of so many bytes launches, once per process: no version waits for it.
 
-    A small model is decoded, which has a tensor with tiles, and one without.
+    Two small models are decoded, which have a tensor with tiles, and one without; columns of tiles are read by
+    units of eight elements, and one by one.
     """
     dtype = {1: "uint8", 2: "bfloat16", 4: "float32", 8: "int64"}[width]
-    specs = {name: TensorSpec(name, dtype, shape) for name, shape in (("a", (256, 256)), ("b", (64,)))}
-    layout = Layout(specs)
-    of = layout.vectors[width]
-    at_K = np.arange(0, of.element_count, 8, dtype=of.index_dtype)
-    new_N = np.zeros(of.element_count, f"u{width}")
-    new_N[at_K] = 1
-    delta = Delta(layout, {width: Sparse(at_K, new_N[at_K])})
-    new = {"a": new_N[: 256 * 256], "b": new_N[256 * 256 :]}
-    written = codec.get("context").encode(delta, lambda name: (new[name], 0), dict.fromkeys(specs, 0), 1, 0)
-    with device.staging():
-        bits_N = torch.zeros(of.element_count, dtype=SIGNED[width], device=device.device)
-        address_T = bits_N.data_ptr() + of.first_T[:-1] * width
-        places = {width: BitAddresses(address_T, tiles.whole(of))}
-        found, _ = DeviceCodec(layout, device.device, device.send).decode(
-            [codec.open_payload(written.to_bytes())], places
+    for columns in (256, 260):
+        specs = {
+            name: TensorSpec(name, dtype, shape) for name, shape in (("a", (256, columns)), ("b", (64,)))
+        }
+        layout = Layout(specs)
+        of = layout.vectors[width]
+        at_K = np.arange(0, of.element_count, 8, dtype=of.index_dtype)
+        new_N = np.zeros(of.element_count, f"u{width}")
+        new_N[at_K] = 1
+        delta = Delta(layout, {width: Sparse(at_K, new_N[at_K])})
+        new = {"a": new_N[:-64], "b": new_N[-64:]}
+        written = codec.get("context").encode(
+            delta, functools.partial(_range, new), dict.fromkeys(specs, 0), 1, 0
         )
-    assert found.steps[width].low_K.numel() == at_K.size
+        with device.staging():
+            bits_N = torch.zeros(of.element_count, dtype=SIGNED[width], device=device.device)
+            address_T = bits_N.data_ptr() + of.first_T[:-1] * width
+            places = {width: BitAddresses(address_T, tiles.whole(of))}
+            found, _ = DeviceCodec(layout, device.device, device.send).decode(
+                [codec.open_payload(written.to_bytes())], places
+            )
+        assert found.steps[width].low_K.numel() == at_K.size
+
+
+def _range(bits: Mapping[str, np.ndarray], name: str) -> tuple[np.ndarray, int]:
+    """Return the bits of a tensor, and the number of the first one."""
+    return bits[name], 0
 
 
 def _changes(

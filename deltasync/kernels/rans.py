@@ -108,11 +108,11 @@ class Classes(NamedTuple):
         """Ratios of the mean gaps of the classes of a group, int64[C, C], in 256ths; 0 below the diagonal."""
         return ratios(self.level_L)
 
-    def by_value(self) -> np.ndarray:
-        """Return the number in its group of the class of each value of the field, uint8[G, 256]; 0 for values
-        of none.
+    def by_value(self, none: int = 0) -> np.ndarray:
+        """Return the number in its group of the class of each value of the field, uint8[G, 256]; `none` for
+        values of no class.
         """
-        found_GE = np.zeros((self.bound_G.size - 1, 256), np.uint8)
+        found_GE = np.full((self.bound_G.size - 1, 256), none, np.uint8)
         for class_E, (first, end) in zip(found_GE, itertools.pairwise(self.bound_G.tolist()), strict=True):
             for c, (low, span) in enumerate(
                 zip(*(each[first:end].tolist() for each in self[:2]), strict=True)

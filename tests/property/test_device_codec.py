@@ -304,3 +304,34 @@ def _read_by_the_host(made: Case, payload: Payload) -> object:
         return None
     at_K, step_K = delta.steps[2]
     return at_K.tolist(), step_K.view(np.int16).tolist()
+
+
+@pytest.mark.parametrize("columns", [16, 13])  # read in units of eight elements, and one by one
+@pytest.mark.parametrize("classes", [3, 20, 256])
+def test_a_device_counts_the_elements_of_each_class_before_each_chunk(columns: int, classes: int) -> None:
+    """In two groups of blocks, in which some values may be of no class."""
+    from deltasync.gpu.classes import BlockBits
+    from deltasync.kernels.rans import Classes
+
+    blocks, rows, stride = 3, 25, columns + 24
+    bits_N = torch.from_numpy(
+        np.random.default_rng(2).integers(0, 1 << 16, blocks * rows * stride, np.uint16)
+    )
+    bits_N = bits_N.to(DEVICE)
+    first_B = np.arange(blocks) * rows * stride
+    row_BF = np.array([[bits_N.data_ptr() + 2 * of, columns, stride, rows, of, 7, 255] for of in first_B])
+    band_GF = np.array([[of, stride, columns, 1, rows, b] for b, of in enumerate(first_B)])
+    value_C = np.arange(classes) if classes == 256 else np.arange(classes) * 5
+    line_C3 = np.stack((value_C, value_C + (0 if classes == 256 else 3), value_C % 7), axis=1)
+    of_classes = Classes.of([line_C3, line_C3[:2]])
+    blocks_ = BlockBits(row_BF, band_GF, np.zeros(blocks + 1, np.int64), 2, bits_N.device)
+    blocks_.divide(np.array([0, 0, 1]), of_classes)
+    found = [blocks_.counts(batch).tolist() for batch in blocks_.batches]
+    wanted = list[int]()
+    for b, group in enumerate((0, 0, 1)):
+        held = bits_N.cpu().numpy().reshape(blocks, rows, stride)[b, :, :columns].reshape(-1) >> 7 & 255
+        low_C, span_C, *_ = of_classes.group(group)
+        for low, span in zip(low_C.astype(int), span_C, strict=True):
+            before = np.cumsum((held >= low) & (held <= low + span))
+            wanted += [0, *before[127:-1:128].tolist()]
+    assert [number for each in found for number in each] == wanted

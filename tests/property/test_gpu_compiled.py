@@ -147,27 +147,28 @@ def test_codecs(target: str, widths: tuple[int, ...]) -> None:
             slots, words = gpu_coder.slots(fitted.freq_TS), zeros(9, dtype=torch.int32)
             gpu_coder.decode(bound_S, long_S, long_S, int_S, words, bound_S, slots, at_K, step_K)
             bits_N = zeros(4000, dtype=torch.int64)
-            row_BF = np.tile(np.array([bits_N.data_ptr(), 7, 20, 100, 0, 0, 0]), (5, 1))
             bands = zeros(2, 6, dtype=torch.int64), *(zeros(2, dtype=torch.int64) for _ in range(3))
-            band_GF = np.array([[0, 20, 7, 3, 100, 0], [5000, 20, 7, 2, 100, 3]])
-            changes = Changes(*bands, at_K, step_K, bits_N)
-            changes.tally(5)
-            bits = BlockBits(row_BF, band_GF, np.arange(6, dtype=np.int64) * 8, width, device, changes)
-            bits.survey(np.array([0, 3, 5]), np.array([3, 5]))
-            bits.divide(np.zeros(5, np.int64), Classes.of([np.array([[1, 8, 9], [9, 200, 4]])]))
-            for gap_bits in (32, 40):
-                gap_K, class_K, ranked_K, first_B = gpu_classes.rank(bits, gap_bits)
-                streams = Streams(bits.bound, long_S, int_S, gap_K, ranked_K, class_K, first_B)
-                gpu_coder.count_classes(streams, 4)
-                gpu_coder.encode(streams, fitted, gap_bits)
-            with mock.patch.object(torch.Tensor, "all", lambda *_: True):  # nothing runs
-                gpu_classes.decode(bits, words, bound_S, slots)
+            for columns in (7, 8):
+                row_BF = np.tile(np.array([bits_N.data_ptr(), columns, 8, 100, 0, 0, 0]), (5, 1))
+                band_GF = np.array([[0, 8, columns, 3, 100, 0], [5000, 8, columns, 2, 100, 3]])
+                changes = Changes(*bands, at_K, step_K, bits_N)
+                changes.tally(5)
+                bits = BlockBits(row_BF, band_GF, np.arange(6, dtype=np.int64) * 8, width, device, changes)
+                bits.survey(np.array([0, 3, 5]), np.array([3, 5]))
+                bits.divide(np.zeros(5, np.int64), Classes.of([np.array([[1, 8, 9], [9, 200, 4]])]))
+                for gap_bits in (32, 40):
+                    gap_K, class_K, ranked_K, first_B = gpu_classes.rank(bits, gap_bits)
+                    streams = Streams(bits.bound, long_S, int_S, gap_K, ranked_K, class_K, first_B)
+                    gpu_coder.count_classes(streams, 4)
+                    gpu_coder.encode(streams, fitted, gap_bits)
+                with mock.patch.object(torch.Tensor, "all", lambda *_: True):  # nothing runs
+                    gpu_classes.decode(bits, words, bound_S, slots)
     _check(found)
     assert {kernel.name for kernel in found} == {"_" + name for name in _LAUNCHED.split()}
 
 
 _LAUNCHED = """classify count count_chunks count_classes count_marks decode encode first_classes fit gaps gather join mark
-    move_placed move_ranked places rank size slots sum_chunks survey_elements survey_steps tally undo"""
+    move_placed move_ranked places rank search size slots sum_chunks survey_elements survey_steps tally undo"""
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="the tests above run as they are")

@@ -37,8 +37,8 @@ def test_decoding_compiles_nothing_that_warming_up_has_not(
         warm = _compiled()
         assert warm > 8
         monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 777)
-        for rows, every in ((256, 3), (512, 7), (272, 11), (16, 2)):
-            _decode(device, dtype, width, rows, every)
+        for rows, columns, every in ((256, 256, 3), (512, 260, 7), (272, 256, 11), (16, 256, 2)):
+            _decode(device, dtype, width, (rows, columns), every)
         assert _compiled() == warm
     assert len(found) == warm
 
@@ -49,9 +49,9 @@ def _compiled() -> int:
     return sum(len(cache) for held in caches.values() for cache, *_ in held.values())
 
 
-def _decode(device: StandIn, dtype: str, width: int, rows: int, every: int) -> None:
+def _decode(device: StandIn, dtype: str, width: int, shape: tuple[int, int], every: int) -> None:
     """Decode a delta of three matrices and two vectors between them, of which some elements change."""
-    shapes = (rows, 256), (33,), (rows, 128), (7,), (256, 256)
+    shapes = shape, (33,), (shape[0], 128), (7,), (256, 256)
     layout = Layout({f"w{n}": TensorSpec(f"w{n}", dtype, shape) for n, shape in enumerate(shapes)})
     of = layout.vectors[width]
     at_K = np.arange(1, of.element_count, every, dtype=of.index_dtype)
