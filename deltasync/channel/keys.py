@@ -20,6 +20,7 @@ REPLICAS = "replicas/"
 TOOL = "000000-"  # prefix of the author names of tools, which have no epoch
 
 LARGEST_VERSION = 9_999_999_999
+FOLDER = 1000  # numbers whose records share a folder
 
 _EPOCH = r"[0-9]{6}-[0-9a-f]{8}"
 _VERSION = r"[0-9]{10}"
@@ -72,7 +73,7 @@ def epoch_number(epoch: str) -> int:
 
 def folder(version: int) -> str:
     """Folder of the records of a version; a thousand numbers share one."""
-    return f"{VERSIONS}{version // 1000:07d}/"
+    return f"{VERSIONS}{version // FOLDER:07d}/"
 
 
 def slot(version: int, epoch: str) -> str:
@@ -83,7 +84,7 @@ def slot(version: int, epoch: str) -> str:
 def slot_of(key: str) -> Slot | None:
     """The slot that a record's key names, None for any other key."""
     match = _SLOT.fullmatch(key)
-    if match is None or int(match[1]) != int(match[2]) // 1000:
+    if match is None or int(match[1]) != int(match[2]) // FOLDER:
         return None
     return Slot(int(match[2]), match[3])
 

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from deltasync import limits
 from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
+from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import FormatError, MissingVersionError
@@ -32,6 +33,7 @@ time.
 """
 
 _NEAR = 8  # versions; a target this near is read without a listing
+_FOLDERS = 16  # of records that are listed one by one
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,8 +139,9 @@ class _Search:
     def by_listings(self, have: VersionId | None) -> list[StoredRecord]:
         """The cheapest chain of those that are listed and can be read."""
         target = self._target
-        edges, problem, may_be_forked = self.listed(), "", False
         forked = have is not None and have.version >= target.version
+        edges, is_all = self.listed(None if forked else have)
+        problem, may_be_forked = "", False
         for _ in range(limits.DAMAGED_RECORDS + 1):
             if forked:
                 assert have is not None
@@ -146,8 +149,11 @@ class _Search:
                 logger.warning(message, have, have.version)
                 have, forked = None, False
             found = cheapest(0 if have is None else have.version, target.version, edges)
+            if found is None and not is_all:
+                edges, is_all = self.listed(have, of_all=True)
+                continue
             if found is None and have is not None and may_be_forked:
-                edges, forked, may_be_forked = self.listed(), True, False
+                edges, forked, may_be_forked = self.listed(have, of_all=True)[0], True, False
                 continue
             if found is None:
                 begin = "nothing" if have is None else f"version {have}"
@@ -172,24 +178,26 @@ class _Search:
                 )
         raise MissingVersionError(problem)
 
-    def listed(self) -> list[Edge]:
-        """All edges by listings. A record with none before it may be full weights, or a compaction may lead
-        to its base.
+    def listed(self, have: VersionId | None, *, of_all: bool = False) -> tuple[list[Edge], bool]:
+        """Return the edges by listings, and whether they are of all records, not only of those since a start.
+
+        A record with none before it may be full weights, or a compaction may lead to its base.
         """
         full_bytes = weight_bytes(self._reader.specs.values())
+        shortcuts = self._reader.shortcuts()
+        oldest = 1 if of_all else self._oldest(have, [span for span, _ in shortcuts])
         slots = {
             slot.version: (slot, info)
-            for slot, info in self._reader.slots()
+            for slot, info in self._records_since(oldest)
             if slot.epoch <= self._target.epoch
         }
-        shortcuts = self._reader.shortcuts()
         compacted = {span.version for span, _ in shortcuts if span.base}
         edges = []
         for version, (slot, info) in slots.items():
             self._epochs[version], self._known[info.key] = slot.epoch, info
             if version > 1:
                 edges.append(Edge(version - 1, version, info.bytes))
-            if version - 1 not in slots:
+            if version - 1 not in slots and (oldest == 1 or version > oldest):
                 # Full weights; or, if a compaction leads to it, most likely a delta whose base was forgotten.
                 edges.append(Edge(0, version, info.bytes + full_bytes * (2 if version in compacted else 1)))
         for span, info in shortcuts:
@@ -200,7 +208,24 @@ class _Search:
                         span.base or 0, span.version, info.bytes + (0 if span.base else full_bytes), info.key
                     )
                 )
-        return edges
+        return edges, oldest == 1
+
+    def _oldest(self, have: VersionId | None, shortcuts: Iterable[Slot]) -> int:
+        """Return the first number of the folder in which chains start: from the version that the replica has,
+        or from the newest announced anchor. 1 if there is neither, or too many folders follow.
+        """
+        target = self._target.version
+        anchors = (span.version for span in shortcuts if span.base == 0 and span.version <= target)
+        start = max(anchors, default=1) if have is None else have.version
+        oldest = start - start % keys.FOLDER
+        return oldest if 0 < oldest > target - _FOLDERS * keys.FOLDER else 1
+
+    def _records_since(self, oldest: int) -> list[tuple[Slot, ObjectInfo]]:
+        """List the records from the first number of a folder up to the target; all records from 1 on."""
+        if oldest == 1:
+            return self._reader.slots()
+        firsts = range(oldest, self._target.version + 1, keys.FOLDER)
+        return [listed for first in firsts for listed in self._reader.slots(keys.folder(first))]
 
     def read(self, have: VersionId | None, edges: Sequence[Edge]) -> list[StoredRecord]:
         """Read the objects of these edges, the last first. Raises _UnreadableError."""

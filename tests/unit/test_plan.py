@@ -69,6 +69,61 @@ def test_a_replica_a_little_behind_lists_nothing(store: FaultyStore) -> None:
     assert not any(operation == "list" for operation, _ in store.calls)
 
 
+class TestFolders:
+    """Records are listed by folders; here ten numbers share one."""
+
+    @pytest.fixture(autouse=True)
+    def folders_of_ten(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(keys, "FOLDER", 10)
+
+    @staticmethod
+    def listed(store: FaultyStore) -> set[str]:
+        return {key for verb, key in store.calls if verb == "list" and key.startswith(keys.VERSIONS)}
+
+    @pytest.mark.parametrize("count", [60, 140])
+    def test_a_join_lists_the_records_since_the_newest_anchor(self, store: FaultyStore, count: int) -> None:
+        channel = made(store, count)
+        for number in (5, count - 15, count - 2):
+            channel.announce(identity(store, number))
+        store.calls.clear()
+        replica = Replica(store)
+        assert replica.sync() == count
+        assert self.listed(store) == {keys.folder(count - 2), keys.folder(count)}
+        assert holds(replica, channel)
+
+    def test_a_replica_behind_lists_the_records_since_its_version(self, store: FaultyStore) -> None:
+        channel = made(store, 60)
+        channel.announce(identity(store, 5))
+        replica = at(store, 41)
+        store.calls.clear()
+        replica.sync()
+        assert self.listed(store) == {keys.folder(number) for number in (41, 51, 60)}
+        assert holds(replica, channel)
+
+    @pytest.mark.parametrize("lost", [keys.ANNOUNCEMENTS, f"{keys.VERSIONS}0000005/"])
+    def test_where_the_newest_records_lead_nowhere_all_are_listed(
+        self, store: FaultyStore, lost: str
+    ) -> None:
+        channel = made(store, 60, compactions=[(1, 59)])
+        channel.announce(identity(store, 48))
+        for info in list(store.list(lost)):
+            store.tamper(info.key, flipped)
+        store.calls.clear()
+        replica = Replica(store)
+        assert replica.sync() == 60
+        assert keys.VERSIONS in self.listed(store)
+        assert holds(replica, channel)
+
+    def test_many_folders_are_listed_at_once(self, store: FaultyStore) -> None:
+        channel = made(store, 200)
+        channel.announce(identity(store, 15))
+        store.calls.clear()
+        replica = Replica(store)
+        assert replica.sync() == 200
+        assert self.listed(store) == {keys.VERSIONS}
+        assert holds(replica, channel)
+
+
 class TestFolds:
     def test_a_replica_far_behind_takes_a_compaction(self, store: FaultyStore) -> None:
         channel = made(store, 20, compactions=[(2, 19)])
