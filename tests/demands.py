@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-HEADER, TIMEOUT = "x-deltasync-version", "x-deltasync-timeout"
+HEADER, TIMEOUT, MAX_LAG = "x-deltasync-version", "x-deltasync-timeout", "x-deltasync-max-lag"
 SERVED = 2
 
 
@@ -105,6 +105,17 @@ READ = {
     "a type in capitals": field(409, "99", kind="Application/JSON"),
     "a type with a suffix": field(409, "99", kind="application/vnd.api+json"),
     "another type": field(409, "99", kind="text/plain"),
+    "a junk lag": header(400, "junk", name=MAX_LAG),
+    "a negative lag": header(400, "-1", name=MAX_LAG),
+    "an empty lag": header(400, "", name=MAX_LAG),
+    "two lags": header(400, "1", "2", name=MAX_LAG),
+    "a lag that is true": field(400, "true", f'"{MAX_LAG}"'),
+    "a lag in the address": Demand(400, query=f"{MAX_LAG}=1"),
+    "a lag in a form": Demand(
+        400,
+        (("content-type", "application/x-www-form-urlencoded"),),
+        body=b"prompt=a&x%2ddeltasync-max-lag=1",
+    ),
     "in the address": Demand(400, query=f"{HEADER}=99"),
     "escaped in the address": Demand(400, query="x%2DDeltasync%2Dversion=99"),
     "in a form": Demand(400, (("content-type", "multipart/form-data; boundary=b"),), body=FORM),

@@ -58,6 +58,9 @@ USES = (
     # salt.py, engine.py: caches by version, and calls that are added, in the engine's process
     Use(_CORE, "EngineCore.preprocess_add_request", ("request",)),
     Use(_CORE, "EngineCore.set_weight_version", ("weight_version",)),
+    Use(_CORE, "EngineCore.get_weight_version", ()),
+    Use(_CORE, "EngineCoreProc._send_abort_outputs", ("aborted_reqs",)),
+    Use("vllm.v1.core.sched.scheduler", "Scheduler.finish_requests", ("request_ids", "finished_status")),
     Use(_CORE, "EngineCore.wake_up", ("tags",)),
     Use(_CORE, "EngineCore.pause_scheduler", ("mode", "clear_cache")),
     Use(_CORE, "EngineCore.resume_scheduler", ()),

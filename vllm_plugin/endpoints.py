@@ -154,6 +154,7 @@ class DeltaSyncEndpoints(Routes):
             live=self._live,
             refusal=self._closed if waits else lambda: None,
             single_version=self._single_version,
+            on_ended=lambda: self._metrics.ended.inc(),
         )
         with self._refusing():
             self.settings = self.settings.at_port(getattr(args, "port", 0), _rank(args))
@@ -168,6 +169,11 @@ class DeltaSyncEndpoints(Routes):
         if not self._refused:
             await (self._lead() if self._servers is None else self._servers.elect(None))
             self._ticking = asyncio.create_task(self._tick(), name="deltasync-tick")
+
+    @property
+    def ends_requests(self) -> bool:
+        """As `Routes.ends_requests`: where full weights are followed, here or in another API server."""
+        return self._pauses is not None or self._ask is not None
 
     @functools.cached_property
     def _metrics(self) -> Metrics:

@@ -11,8 +11,11 @@ from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 from deltasync.errors import ConfigError
-from deltasync.serve.engine import around
+from deltasync.serve.engine import around, number_of
 from vllm_plugin import logger
+
+MAX_LAG = "deltasync_max_lag"
+"""Key of a request's `extra_args`: its oldest token may be this number of versions older than the live one."""
 
 
 class Exchanged(NamedTuple):
@@ -87,6 +90,36 @@ def _wake(core: Any) -> None:
         requests.put_nowait((core.deltasync_wakeup, None))
 
 
+def end_old(core: Any, old: str, new: str) -> None:
+    """In an engine's process, while no step runs: end the requests whose oldest token a new version makes too
+    old.
+
+    They finish as aborted requests do, with the tokens that they have.
+
+    Args:
+        core: vLLM's `EngineCore`.
+        old: The name of the version that was live, which made the first tokens of requests that had none when
+            it came.
+        new: The name of the version that is live from now on.
+    """
+    ended = []
+    for request in core.scheduler.requests.values():
+        lag = (getattr(request.sampling_params, "extra_args", None) or {}).get(MAX_LAG)
+        if lag is None or not request.num_output_tokens:
+            continue
+        oldest = vars(request).setdefault("deltasync_oldest", number_of(old) or 0)
+        if (number_of(new) or oldest) - oldest > lag:
+            ended.append(request.request_id)
+    if ended:
+        core._send_abort_outputs(core.scheduler.finish_requests(ended, _aborted()))
+
+
+def _aborted() -> Any:
+    from vllm.v1.request import RequestStatus
+
+    return RequestStatus.FINISHED_ABORTED
+
+
 def lead(core: Any, number: int | None = None, ended: int | None = None) -> tuple[str, int | None]:
     """In an engine's process: return the folder that its API servers share, and the number of the one that
     leads.
@@ -132,6 +165,11 @@ def install() -> None:
         if awake and getattr(self, "deltasync_guarded", False):
             self.pause_scheduler(mode="keep", clear_cache=False)
         return awake
+
+    @around(EngineCore, "set_weight_version")
+    def set_version(set_weight_version: Any, self: Any, weight_version: str) -> None:
+        end_old(self, self.get_weight_version(), weight_version)
+        set_weight_version(self, weight_version)
 
     def recompute(self: Any) -> None:
         """As vLLM does in a pause that clears its caches, but for that of inputs, which no weights have

@@ -2,7 +2,7 @@
 
 Also headers of requests: `x-deltasync-session`, by which a conversation keeps using the cached prefixes of
 the version that it began with (`vllm_plugin.salt`), and `x-deltasync-version`, which demands a version
-(`constraint.require_version`).
+(`constraint.require_version`), and `x-deltasync-max-lag`, by which a commit ends it (`engine.end_old`).
 
 Nothing here goes by routes: a reply is one that has called the engine client, `generate` or `encode`. So
 whatever route vLLM gets, it has the headers, waits for the first version, and takes a session. A pooled reply
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import re
 from collections.abc import AsyncGenerator, Callable
 from contextvars import ContextVar
@@ -25,10 +26,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltasync import limits
 from deltasync.errors import AckTimeoutError
-from deltasync.serve.constraint import VersionConstraint, constraint, reply_error
+from deltasync.serve.constraint import MAX_LAG_HEADER, VersionConstraint, constraint, max_lag, reply_error
 from deltasync.serve.engine import number_of
 from deltasync.serve.replies import SPANS_HEADER, VERSIONS_HEADER, spans_text
 from vllm_plugin import logger
+from vllm_plugin.engine import MAX_LAG
 from vllm_plugin.salt import SESSION
 
 SESSION_HEADER = "x-deltasync-session"
@@ -191,6 +193,7 @@ def instrument(
     live: LiveVersions,
     refusal: Callable[[], str | None],
     single_version: SingleVersion,
+    on_ended: Callable[[], object] = lambda: None,
 ) -> None:
     """Wrap `generate` and `encode` of an engine client, which every route calls.
 
@@ -199,6 +202,7 @@ def instrument(
         live: The versions that were live; none if nothing is followed.
         refusal: Returns why no request may be answered, in one sentence, or None.
         single_version: As `Pauses.single_version`.
+        on_ended: Called for each choice that a commit has ended.
     """
     generate, encode = engine.generate, engine.encode
 
@@ -215,14 +219,22 @@ def instrument(
     def instrumented_generate(*args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
         reply = begin()
         if reply is None:
-            outputs: AsyncGenerator[Any] = generate(*args, **kwargs)
-            return outputs
+            return generate(*args, **kwargs)
         if reply.session is not None:
             args, kwargs = _in_session(reply.session, args, kwargs)
+        if (lag := max_lag.get()) is not None:
+            bound = inspect.signature(generate).bind(*args, **kwargs)
+            if "-beam-" in bound.arguments["request_id"]:
+                reply.refused = 400, f"{MAX_LAG_HEADER} and beam search exclude each other."
+                raise AckTimeoutError(reply.refused[1])
+            bound.arguments["sampling_params"] = _with_max_lag(bound.arguments["sampling_params"], lag)
+            outputs = generate(*bound.args, **bound.kwargs)
+        else:
+            outputs = generate(*args, **kwargs)
         if reply.wanted is not None:
-            return _noting(held(reply, generate(*args, **kwargs)), reply.choices)
+            return _noting(held(reply, outputs), reply.choices, on_ended)
         reply.begin(live)
-        return _noting(generate(*args, **kwargs), reply.choices)
+        return _noting(outputs, reply.choices, on_ended)
 
     async def held(reply: _Reply, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         async with contextlib.aclosing(outputs):
@@ -260,11 +272,24 @@ def _in_session(
     return ((prompt, *args[1:]), kwargs) if args else (args, kwargs | {"prompt": prompt})
 
 
-async def _noting(outputs: AsyncGenerator[Any], choices: Choices) -> AsyncGenerator[Any]:
+def _with_max_lag(params: Any, lag: int) -> Any:
+    """Return a copy of vLLM's sampling parameters that names the maximum lag to the engine."""
+    params = params.clone()
+    params.extra_args = {**(params.extra_args or {}), MAX_LAG: lag}
+    return params
+
+
+async def _noting(
+    outputs: AsyncGenerator[Any], choices: Choices, on_ended: Callable[[], object]
+) -> AsyncGenerator[Any]:
+    ends = max_lag.get() is not None
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             try:
                 _note(output, choices)
+                for choice in output.outputs if ends else ():
+                    if choice.finish_reason == "abort":
+                        on_ended()
             except Exception:  # the reply goes on without its header
                 logger.exception("deltasync could not note the versions of a reply")
             yield output

@@ -4,10 +4,11 @@
     x-deltasync-version: >=7         made by version 7 and later ones
     x-deltasync-version: >=latest    made by no version older than the channel's newest one when the request came
     x-deltasync-timeout: 5           seconds to wait for it, 30 by default
+    x-deltasync-max-lag: 1           ended at the commit that makes its oldest token more than 1 version old
 
 Header, body and repeated headers may name it together if they agree. Any other value, or one where no server
 looks (the address, a form, a WebSocket), is refused with 400. A server that cannot serve the version in time
-replies 409, and names the version that is live.
+replies 409, and names the version that is live. A server that ends no requests replies 400 to a maximum lag.
 
 `read` parses a request's constraint for every server. The middleware `require_version` waits until it is met.
 Then an engine's adapter, or `ReplyGuard` for a followed module, checks that the reply is made by allowed versions.
@@ -31,12 +32,13 @@ from deltasync.serve.requests import Refused
 
 VERSION_HEADER = "x-deltasync-version"
 TIMEOUT_HEADER = "x-deltasync-timeout"
+MAX_LAG_HEADER = "x-deltasync-max-lag"
 
-_NAMES = (VERSION_HEADER, TIMEOUT_HEADER)
+_NAMES = (VERSION_HEADER, TIMEOUT_HEADER, MAX_LAG_HEADER)
 _TIMEOUT_S, _LONGEST_S = 30.0, 3600.0
 _ANSWER_S = 10.0  # that another process may take to say that a wait was in vain
 _LATEST = "latest"
-_IN_FORM = re.compile(rb"""(?:^|&|name=["']?)x-deltasync-(?:version|timeout)\b""", re.IGNORECASE)
+_IN_FORM = re.compile(rb"""(?:^|&|name=["']?)x-deltasync-(?:version|timeout|max-lag)\b""", re.IGNORECASE)
 
 
 class VersionConstraint(msgspec.Struct, frozen=True):
@@ -92,6 +94,9 @@ class VersionConstraint(msgspec.Struct, frozen=True):
 constraint: ContextVar[VersionConstraint | None] = ContextVar("deltasync_wanted", default=None)
 """The version that the reply that is made in this context has to be made by."""
 
+max_lag: ContextVar[int | None] = ContextVar("deltasync_max_lag", default=None)
+"""The number of versions by which its oldest token may be older than the live one; None for any."""
+
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
@@ -101,13 +106,44 @@ App = Callable[[MutableMapping[str, Any], Receive, Send], Awaitable[None]]
 def read(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"") -> VersionConstraint | None:
     """Read which version a request demands, as every server does. Returns None if it demands none.
 
+    Takes what `read_fields` takes.
+
+    Raises:
+        ConfigError: as `read_fields`; or it names a maximum lag, by which this server ends no request.
+    """
+    fields = read_fields(headers, query, body)
+    if MAX_LAG_HEADER in fields:
+        raise ConfigError(
+            f"This server ends no request at a commit: send it without {MAX_LAG_HEADER}, or send it to vLLM "
+            "with full weights."
+        )
+    return VersionConstraint.parse(fields)
+
+
+def parse_max_lag(fields: Mapping[str, str]) -> int | None:
+    """Parse the maximum lag of a request, in versions. Returns None without one.
+
+    Raises:
+        ConfigError: it is no such number.
+    """
+    text = fields.get(MAX_LAG_HEADER)
+    if text is None:
+        return None
+    if re.fullmatch(r"[0-9]{1,9}", text) is None:
+        raise ConfigError(f"{MAX_LAG_HEADER} is a number of versions, such as 1, not {text[:40]!r}.")
+    return int(text)
+
+
+def read_fields(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"") -> dict[str, str]:
+    """Read the values of our names in a request.
+
     Args:
         headers: All its headers in order, repeated ones too; their names in any case.
         query: Its address after the `?`.
         body: The whole body. It is read as JSON whatever its declared type is, because servers do so too.
 
     Raises:
-        ConfigError: a value is not valid, two of them differ, or they stand where no server looks.
+        ConfigError: two values differ, or they stand where no server looks.
     """
     listed = [(name.lower(), value) for name, value in headers]
     found: dict[str, list[str]] = {name: [] for name in _NAMES}
@@ -124,7 +160,8 @@ def read(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"")
     asked = [name.strip().lower() for name, _ in parse_qsl(query, keep_blank_values=True)]
     if any(name in found for name in asked) or (is_form and _IN_FORM.search(unquote_to_bytes(body))):
         raise ConfigError(
-            f"{VERSION_HEADER} is a header or a field of a JSON body; it is not read elsewhere."
+            f"{VERSION_HEADER} and {MAX_LAG_HEADER} are headers or fields of a JSON body; they are not read "
+            "elsewhere."
         )
     values = {
         name: list(dict.fromkeys(re.sub(r"\s+", "", each) for each in given)) for name, given in found.items()
@@ -134,7 +171,7 @@ def read(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"")
             raise ConfigError(
                 f"{name} is given as {given[0][:40]!r} and as {given[1][:40]!r}: give one of them."
             )
-    return VersionConstraint.parse({name: given[0] for name, given in values.items() if given})
+    return {name: given[0] for name, given in values.items() if given}
 
 
 def _fields(body: bytes) -> dict[Any, Any] | None:
@@ -152,14 +189,17 @@ def _fields(body: bytes) -> dict[Any, Any] | None:
 
 
 def require_version(
-    app: App, wait_until_met: Callable[[VersionConstraint], Awaitable[VersionConstraint]]
+    app: App,
+    wait_until_met: Callable[[VersionConstraint], Awaitable[VersionConstraint]],
+    ends_requests: Callable[[], bool] = lambda: False,
 ) -> App:
     """ASGI middleware that has a request wait at its arrival for the version that it demands, and sets
-    `constraint`.
+    `constraint` and `max_lag`.
 
     Args:
         app: The application.
         wait_until_met: As the function `wait_until_met`. Raises AckTimeoutError: the reply is 409.
+        ends_requests: Whether a commit ends requests by `max_lag` now; otherwise one that names it gets 400.
     """
 
     async def call(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -179,7 +219,13 @@ def require_version(
             return messages.pop(0) if messages else await receive()
 
         try:
-            wanted = read(headers, query, b"".join(message.get("body", b"") for message in messages))
+            given = headers, query, b"".join(message.get("body", b"") for message in messages)
+            if ends_requests():
+                fields = read_fields(*given)
+                wanted = VersionConstraint.parse(fields)
+                max_lag.set(parse_max_lag(fields))
+            else:
+                wanted = read(*given)
         except ConfigError as error:
             return await reply_error(send, 400, str(error))
         if wanted is not None:
@@ -212,9 +258,8 @@ async def _body(receive: Receive) -> AsyncIterator[Message]:
 async def _close(receive: Receive, send: Send) -> None:
     """Refuse a WebSocket that demands a version."""
     await receive()
-    await send(
-        {"type": "websocket.close", "code": 1008, "reason": f"{VERSION_HEADER} is not read of a WebSocket."}
-    )
+    reason = f"{VERSION_HEADER} and {MAX_LAG_HEADER} are not read of a WebSocket."
+    await send({"type": "websocket.close", "code": 1008, "reason": reason})
 
 
 async def reply_error(send: Send, code: int, sentence: str) -> None:

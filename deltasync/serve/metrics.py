@@ -30,6 +30,7 @@ class Metrics:
         following: 1, or 0 for a server that cannot follow.
         pause: Lengths of pauses, in seconds.
         rollbacks: Commits that were undone.
+        ended: Choices that a commit ended, because their oldest token was older than their request allows.
     """
 
     def __init__(self, registry: CollectorRegistry = REGISTRY) -> None:
@@ -69,6 +70,10 @@ class Metrics:
         self._commits = counter("deltasync_commits", "Commits, by the kind of record applied.", ["kind"])
         self.rollbacks = counter(
             "deltasync_rollbacks", "Commits that were undone; the version before stayed served."
+        )
+        self.ended = counter(
+            "deltasync_ended_choices",
+            "Choices that a commit ended, because their oldest token was older than their request allows.",
         )
         self._errors = counter("deltasync_errors", "Steps that failed, by the error's class.", ["class"])
         for kind in ("delta", "compaction", "anchor"):

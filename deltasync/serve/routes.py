@@ -86,7 +86,9 @@ class Routes:
         router.add_api_route("/deltasync/status", self._status_asked, response_model=None)
         router.add_api_route("/deltasync/ready", self._ready_asked, response_model=None)
         app.include_router(router)
-        app.add_middleware(require_version, wait_until_met=self.demand)
+        app.add_middleware(
+            require_version, wait_until_met=self.demand, ends_requests=lambda: self.ends_requests
+        )
 
         @app.exception_handler(Refused)
         async def refused(request: Request, error: Refused) -> Response:
@@ -131,6 +133,11 @@ class Routes:
     async def call_here(self, method: str, *args: Any, **named: Any) -> Any:
         """As `call`, where the follow loop is in this process."""
         return await getattr(self, method)(*args, **named)
+
+    @property
+    def ends_requests(self) -> bool:
+        """Whether a commit ends requests whose oldest token is older than they allow (`constraint.max_lag`)."""
+        return False
 
     def follow(self) -> Follow:
         """Return the loop. Raises Refused if nothing is followed."""

@@ -24,7 +24,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow, MemoryTarget
 from deltasync.serve.routes import Routes
-from tests.demands import HEADER, READ, SERVED
+from tests.demands import HEADER, MAX_LAG, READ, SERVED, Demand, field, header
 from tests.waiting import wait_until
 
 
@@ -148,6 +148,39 @@ def test_a_demand_is_read_or_refused(server: str, memory_url: str, publisher: Pu
     assert found == expected
 
 
+LAGS = {
+    "a header": header(200, "1", name=MAX_LAG),
+    "none at all": header(200, "0", name=MAX_LAG),
+    "twice the same": header(200, "1", " 1 ", name=MAX_LAG),
+    "a field": field(200, "1", f'"{MAX_LAG}"'),
+    "a field of text": field(200, '"1"', f'"{MAX_LAG}"'),
+    "header and field agree": Demand(200, ((MAX_LAG, "1"),), f'"{MAX_LAG}": 1'),
+    "beside a version": Demand(200, ((MAX_LAG, "1"), (HEADER, "2"))),
+}
+
+
+@pytest.mark.parametrize("server", SERVERS)
+def test_a_maximum_lag_is_honoured_or_refused(server: str, memory_url: str, publisher: Publisher) -> None:
+    with SERVERS[server](memory_url, lambda: None) as app, TestClient(app) as client:
+        for name, demand in LAGS.items():
+            headers = [(key.encode(), value.encode("latin-1")) for key, value in demand.all_headers()]
+            got = client.post("/v1/completions", content=demand.data({"prompt": "a"}), headers=headers)  # type: ignore[arg-type]
+            assert got.status_code == (200 if server == "vllm" else 400), name
+            if server != "vllm":
+                assert got.json()["error"]["message"].startswith("This server ends no request at a commit")
+
+
+def test_vllm_refuses_a_maximum_lag_unless_it_follows_full_weights(
+    memory_url: str, publisher: Publisher
+) -> None:
+    with vllm(memory_url, lambda: None) as app, TestClient(app) as client:
+        (middleware,) = (each for each in app.user_middleware if "ends_requests" in each.kwargs)
+        endpoints = middleware.kwargs["wait_until_met"].__self__
+        endpoints._pauses = None  # as with an adapter
+        got = client.post("/v1/completions", json={"prompt": "a"}, headers={MAX_LAG: "1"})
+    assert got.status_code == 400
+
+
 @pytest.mark.parametrize("server", SERVERS)
 def test_a_web_socket_that_demands_a_version_is_refused(
     server: str, memory_url: str, publisher: Publisher
@@ -162,10 +195,10 @@ def test_a_web_socket_that_demands_a_version_is_refused(
         with TestClient(app) as client:
             with client.websocket_connect("/v1/realtime"):
                 pass
-            for headers, query in (({HEADER: "2"}, ""), ({}, f"?{HEADER}=2")):
+            for headers, query in (({HEADER: "2"}, ""), ({}, f"?{HEADER}=2"), ({MAX_LAG: "1"}, "")):
                 with pytest.raises(WebSocketDisconnect) as refused:
                     client.websocket_connect(f"/v1/realtime{query}", headers=headers).__enter__()
-                assert refused.value.reason == f"{HEADER} is not read of a WebSocket."
+                assert refused.value.reason == f"{HEADER} and {MAX_LAG} are not read of a WebSocket."
 
 
 @pytest.mark.parametrize("stream", [False, True])
