@@ -15,6 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from typing import Any, Self
 
+import numpy as np
 import torch
 
 from deltasync.config import ReplicaSettings
@@ -23,7 +24,7 @@ from deltasync.kernels.backend import backend_of
 from deltasync.live import Segment
 from deltasync.serve import DRAFT, WithDraft, derived, engine, load_plan
 from deltasync.serve.shard import Engine, Shard
-from deltasync.tensors import TensorSpec
+from deltasync.tensors import Delta, TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
 from vllm_plugin import logger
 from vllm_plugin.load import fallback, layers
@@ -88,16 +89,32 @@ class WorkerEngine(Engine):
             tensors,
             reasons,
         )
+        self.mirrored = tensors.keys()
         return self._mirror.segments
 
     def prove(self, covered: Set[int], reloaded: Set[torch.nn.Module] = frozenset()) -> None:
         """As `Engine.prove`."""
         self._mirror.prove(covered)
+        self.twinned = self._mirror.twinned
+        if self.mirrored:
+            logger.info(
+                "deltasync: the layers of %d mirrored tensors have twins; those of %d are loaded again in pauses",
+                len(self.twinned),
+                len(self.mirrored - self.twinned),
+            )
         super().prove(covered, reloaded | self._mirror.modules)
+
+    def stage(self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]) -> None:
+        """As `Engine.stage`."""
+        self._mirror.stage(changes, names)
 
     def refresh(self, changed: Iterable[str]) -> float:
         """As `Engine.refresh`."""
-        return self._mirror.reload(changed) + super().refresh(changed)
+        return self._mirror.refresh(changed) + super().refresh(changed)
+
+    def is_intact(self) -> bool:
+        """As `Engine.is_intact`."""
+        return self._mirror.audit()
 
 
 def open_shard(runner: Any, channel: str, trusted_keys: str | None = None) -> Shard:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
 from typing import TypeVar
 
 import numpy as np
@@ -36,7 +36,7 @@ class StagedVersion:
     """A version that is ready to commit. After the commit it holds the changes that undo it.
 
     Attributes:
-        whole: New bits, or changes, of the tensors that `LiveWeights.complete` keeps whole.
+        whole: New bits, or changes, of the tensors that `LiveWeights.complete` keeps whole, and of `reported`.
     """
 
     chain: Sequence[StoredRecord]
@@ -53,6 +53,7 @@ class LiveWeights:
         version: The version whose bits are live; None if they are of no version.
         settled: Whether it is known which bits are live. If not, call `settle`.
         progressed_s: When `stage` or `load` last finished a tensor or a file, by `time.monotonic`.
+        reported: Tensors of which `StagedVersion.whole` has the new bits, or changes; their memory is on the host.
     """
 
     def __init__(self, reader: ChannelReader, memory: LiveMemory) -> None:
@@ -60,6 +61,7 @@ class LiveWeights:
         self.memory = memory
         self.version: VersionId | None = None
         self.progressed_s = 0.0
+        self.reported: Set[str] = frozenset()
         self._fingerprint: str | None = None
         self.settled = True
         self._loaded: list[StoredRecord] = []  # the chain that `load` has taken
@@ -168,7 +170,10 @@ class LiveWeights:
                 staged, whole = self._stage_weights(chain[first:])
             else:
                 changed = self._changed(chain)
-                staged, whole = self.memory.stage(changed), changed.delta if self._whole else {}
+                staged, whole = (
+                    self.memory.stage(changed),
+                    changed.delta if self._whole or self.reported else {},
+                )
         return StagedVersion(chain, staged, whole, time.perf_counter() - before)
 
     def _stage_weights(self, chain: Sequence[StoredRecord]) -> tuple[Staged, dict[str, np.ndarray]]:
@@ -191,7 +196,7 @@ class LiveWeights:
                 if later is not None and name in later.fingerprints:
                     bits_N, digest = bits_N.copy(), later.fingerprints[name]
                     later.delta.apply(name, bits_N)
-                if name in self._whole:  # a copy, so as not to hold all of the file
+                if name in self._whole or name in self.reported:  # a copy, so as not to hold all of the file
                     whole[name] = bits_N.copy()
                 self.progressed_s = time.monotonic()
                 yield name, bits_N, digest

@@ -363,7 +363,7 @@ def _add_writes(
         if problem is not None:
             plan.reasons[name] = problem
             continue
-        segment = _segment(place, source)
+        segment = segment_of(place, source)
         if not any(segment.place == other.place for other in plan.segments[name]):
             plan.segments[name].append(segment)
             held.append((place, name))
@@ -395,7 +395,10 @@ def _in_place_of(live: torch.Tensor, moved: tuple[torch.Tensor, torch.Tensor] | 
     )
 
 
-def _segment(live: torch.Tensor, source: torch.Tensor) -> Segment:
+def segment_of(live: torch.Tensor, source: torch.Tensor) -> Segment:
+    """Return the segment at which `live` holds the elements of `source`, a view of a checkpoint's tensor, of
+    any device.
+    """
     if live.shape != source.shape:
         live, source = live.squeeze(), source.squeeze()
     integers = live.detach().view(int_view(live[:0] if live.ndim else live).dtype)

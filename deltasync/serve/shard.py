@@ -38,7 +38,7 @@ from deltasync.live import LiveMemory, Prints, Segment
 from deltasync.serve import derived, load_plan, proof
 from deltasync.serve.draft import DRAFT, WithDraft
 from deltasync.serve.engine import Handed, ParameterAddresses, Working
-from deltasync.tensors import Region, TensorSpec
+from deltasync.tensors import Delta, Region, TensorSpec
 from deltasync.tensors.bits import bits_of
 from deltasync.threads import Workers
 
@@ -119,6 +119,8 @@ class Engine(ABC):
         log: Where the shard logs.
         later: As `derived.find` takes it.
         draft: A sentence on whether the model that drafts tokens is followed; None if there is none.
+        mirrored: The tensors of which `reloads` has given host copies.
+        twinned: Those of them whose layers are made ready by `stage`, instead of loaded in the pause.
     """
 
     loader: load_plan.Loader
@@ -129,6 +131,8 @@ class Engine(ABC):
     draft: str | None = None
     log = logger
     later: Mapping[str, str | None] = MappingProxyType({})
+    mirrored: Set[str] = frozenset()
+    twinned: Set[str] = frozenset()
     _copies: Sequence[derived.DerivedCopy] = ()
 
     def take(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -177,12 +181,25 @@ class Engine(ABC):
         """
         self._copies = derived.find(self.model, covered, reloaded, self.later)
 
+    def stage(  # noqa: B027 - most engines make nothing of weights
+        self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]
+    ) -> None:
+        """Make ready, while the engine computes, what it makes of the tensors `names` that a version changes.
+        Nothing that it computes with is changed. `changes` has changes, or new bits, of those `mirrored`.
+        """
+
     def refresh(self, changed: Iterable[str]) -> float:
-        """Make again what the engine derives from these tensors. Returns the seconds that loading them again
-        took.
+        """Make again what the engine derives from these tensors, after they were written or rolled back.
+        Returns the seconds that loading them again took.
         """
         derived.refresh(self._copies)
         return 0.0
+
+    def is_intact(self) -> bool:
+        """Whether live memory is what the engine has made of weights, as far as that is known; if not,
+        `refresh` makes it again.
+        """
+        return True
 
 
 class Shard:
@@ -319,6 +336,7 @@ class Shard:
         with self._in_use:
             self._check_awake()
             memory.audit()
+            self._is_stale = self._is_stale or not self.engine.is_intact()
         return Audit(memory.known_parts.tobytes(), memory.regions)
 
     def _adopt(self, ignored: set[str], ties: Mapping[str, str]) -> None:
@@ -331,6 +349,7 @@ class Shard:
         memory = LiveMemory(specs, recorded.segments, ties=ties)
         memory.warm_up()
         self._weights = LiveWeights(self.reader, memory)
+        self._weights.reported = self.engine.mirrored
 
     def stage(self, chain: Sequence[Handed]) -> bool:
         """Fetch, verify and decode consecutive records. Returns False if the live bits are not known.
@@ -351,7 +370,9 @@ class Shard:
                 raise
         with self._in_use:
             self._check_awake()
-            self._staged = self.weights.stage(stored)
+            staged = self.weights.stage(stored)
+            self.engine.stage(staged.whole, staged.staged.fingerprints.keys())
+            self._staged = staged
         return True
 
     def read(self, name: str) -> list[bytes]:

@@ -248,7 +248,8 @@ class ShardsTarget:
         for why, names in self.by_reason().items():
             self._warn(
                 names,
-                f"take the fallback, because {why}: a commit loads their layers again, which takes longer",
+                f"take the fallback, because {why}: a commit writes what their layers' twins hold, or loads "
+                "layers without one again, which takes longer",
             )
 
     @property

@@ -184,7 +184,7 @@ def test_the_status_says_which_tensors_take_the_fallback_and_why(
     assert all(each["first"].startswith("model.layers.") for each in status["reloaded"])
     assert status["reloaded_tensors"] == sum(expected.values())
     assert status["patched_tensors"] > 0
-    assert (status["commits"][0]["reload_s"] > 0) == bool(expected)
+    assert status["commits"][0]["reload_s"] == 0  # all of these have twins
 
 
 @pytest.mark.parametrize("case", marked(*REFUSED))

@@ -1,8 +1,8 @@
 """The fallback for tensors that vLLM keeps in its own layout (repacked, quantized): they are patched in a
-mirror on the host, and vLLM loads their layers again from there.
+mirror on the host, from which vLLM loads twins of their layers (`twin`) while tokens are generated.
 
-The work is proportional to the layers that changed, not to the changes in them. Fingerprints prove the
-mirror; for live memory vLLM's loader is trusted.
+A commit exchanges what differs. Layers that have no twin are loaded again in the pause, and their live memory
+is proven only as far as vLLM's loader is. Staging takes work in proportion to the layers that changed.
 """
 
 from __future__ import annotations
@@ -13,15 +13,18 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 
-from deltasync.errors import ModelMismatchError
+from deltasync.errors import CommitError, ModelMismatchError
 from deltasync.live import Segment
 from deltasync.serve.derived import is_made
 from deltasync.serve.load_plan import LoadPlan, held_tensors
-from deltasync.tensors import TensorSpec
-from deltasync.tensors.bits import cast, int_view
+from deltasync.tensors import Delta, TensorSpec
+from deltasync.tensors.bits import bits_of, cast, int_view
+from vllm_plugin import logger
 from vllm_plugin.load.layers import LOADER, prepare_reload
+from vllm_plugin.load.twin import Made, Twins, load, make, numbers, overlaps
 
 Layers = Mapping[str, Set[torch.nn.Module]]
 Weights = Mapping[str, torch.Tensor]
@@ -65,6 +68,8 @@ class Mirror:
 
     Attributes:
         dirty: Modules that hold unknown values, because reloading them failed.
+        twins: The tensors that twins of layers make; None before `prove`, or if no layer has one.
+        twinned: The tensors whose layers have twins.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class Mirror:
         self._model, self._config = model, config
         self._layers, self._tensors, self._reasons = layers, tensors, reasons or {}
         self.dirty: set[torch.nn.Module] = set()
+        self.twins: Twins | None = None
+        self.twinned: set[str] = set()
 
     @property
     def segments(self) -> dict[str, list[Segment]]:
@@ -101,18 +108,24 @@ class Mirror:
         Raises:
             ModelMismatchError: it does not; live memory is as before.
         """
-        known = set()
+        known, self.twins, self.twinned = set(), None, set()
+        twinned = list[tuple[set[torch.nn.Module], set[str]]]()
         for layers, names in _together(self._layers):  # in groups, to hold fewer copies on the host at once
             kind = (
                 *sorted(re.sub("[0-9]+", "#", name) for name in names),
                 *sorted(type(layer).__name__ for layer in layers),
             )
-            self._prove(layers, sorted(names), kind not in known, covered)
+            if self._prove(layers, sorted(names), kind not in known, covered):
+                twinned.append((layers, names))
             known.add(kind)
+        if twinned:
+            self.twins = Twins(self._model, twinned, self._make)
+            self.twinned = set().union(*(names for _, names in twinned))
 
     def _prove(
         self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]
-    ) -> None:
+    ) -> bool:
+        """Prove a group of layers. Returns whether its layers have twins."""
         live = {
             layer: {name: each for name, each in held_tensors(layer).items() if not each.is_meta}
             for layer in layers
@@ -130,7 +143,8 @@ class Mirror:
         }
         problem = cause = None
         try:
-            idle = self._stale(names, before, covered) + (self._idle(names, before) if one_by_one else [])
+            stale, has_twins = self._stale(names, before, covered)
+            idle = stale + (self._idle(names, before) if one_by_one else [])
             if idle:
                 problem = f"does not change {idle[0]}"
             self.reload(names)
@@ -160,22 +174,102 @@ class Mirror:
                 "and having it "
                 f"load them again {problem}, so this model cannot be updated."
             ) from cause
+        return has_twins
 
     def _stale(
         self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights], covered: Set[int]
-    ) -> list[str]:
+    ) -> tuple[list[str], bool]:
         """Reload with all tensors changed. Returns the layers, and what loading made in them, that this does
-        not change.
+        not change; and whether twins of the layers are then as these are.
         """
         model, found = self._model, list[str]()
         with self._changed(names):
+            values = [(layer, numbers(layer)) for layer in before]
+            twins = self._twins_of(names, before)
             self.reload(names)
+            has_twins = (
+                twins is not None
+                and not any(_differences(layer, twins[layer]) for layer in before)
+                and all(numbers(layer).items() >= plain.items() for layer, plain in values)
+            )
         for layer, held in before.items():
             changed, now, kind = _differences(layer, held), held_tensors(layer), type(layer).__name__
             made = [name for name in held.keys() - changed if is_made(model, layer, name)]
             stale = [name for name in made if now[name].untyped_storage().data_ptr() not in covered]
             found += [kind] if not changed else [f"{kind}.{name}" for name in sorted(stale)]
-        return found
+        return found, has_twins
+
+    def _twins_of(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights]) -> Made | None:
+        """Return what twins of layers make from the mirror, on the host; None if they cannot be made without
+        a trace in the layers.
+        """
+        if overlaps(before):
+            return None
+        attributes = {layer: dict(vars(layer)) for layer in before}
+        try:
+            made = self._make(before.keys(), {name: self._tensors[name] for name in names})
+        except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+            logger.info("deltasync: %s has no twin: %r", type(next(iter(before))).__name__, error)
+            return None
+        if any(
+            _differences(layer, held)
+            or made[layer].keys() != held_tensors(layer).keys()
+            or any(vars(layer).get(name) is not value for name, value in attributes[layer].items())
+            for layer, held in before.items()
+        ):
+            return None
+        return {
+            layer: {name: _on_host(tensors[name]) for name in before[layer]}
+            for layer, tensors in made.items()
+        }
+
+    def _make(self, layers: Set[torch.nn.Module], weights: Weights) -> Made:
+        return make(self._model, self._config, layers, weights)
+
+    def stage(self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]) -> None:
+        """Make ready what a version's changes, or new bits, of mirrored tensors change in layers with twins.
+        The mirror and live memory are untouched.
+
+        Raises:
+            Exception: whatever vLLM raises.
+        """
+
+        def new(name: str) -> torch.Tensor:
+            tensor = self._tensors[name].clone()
+            if isinstance(changes, Delta):
+                changes.apply(name, bits_of(tensor))
+            elif name in changes:
+                bits_of(tensor)[:] = changes[name]
+            return tensor
+
+        if self.twins is not None:
+            self.twins.stage(names & self.twinned, new)
+
+    def refresh(self, changed: Iterable[str]) -> float:
+        """Exchange what is staged in layers with twins, or bring it back; load other layers of changed
+        tensors, and what is `dirty`, again. Mutates live weights. Returns the seconds that loading took.
+
+        Raises:
+            Exception: as `Twins.exchange` and `reload`.
+        """
+        repairs = bool(self.dirty)
+        if self.twins is not None and not repairs:
+            try:
+                self.twins.exchange()
+            except CommitError:
+                self.dirty = {layer for name in self.twinned for layer in self._layers[name]}
+                raise
+        reload_s = self.reload(set(changed) - self.twinned)
+        if self.twins is not None and repairs:
+            self.twins.reloaded()
+        return reload_s
+
+    def audit(self) -> bool:
+        """Return whether every bit of layers with twins is what these have made; if not, they are `dirty`."""
+        is_intact = self.twins is None or self.twins.is_intact()
+        if not is_intact:
+            self.dirty = self.dirty | {layer for name in self.twinned for layer in self._layers[name]}
+        return is_intact
 
     def _idle(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights]) -> list[str]:
         """Reload with half of the tensors changed, as many times as their numbers have bits.
@@ -233,10 +327,7 @@ class Mirror:
         if not layers:
             return 0.0
         self.dirty = layers
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         before = time.perf_counter()
         names = [name for name, of in self._layers.items() if of & layers]
@@ -244,11 +335,8 @@ class Mirror:
             for layer in layers:
                 prepare_reload(layer)
                 initialize_layerwise_reload(layer)
-            try:
-                LOADER.as_loaded(self._model)[0].load_weights((name, self._tensors[name]) for name in names)  # type: ignore[operator]
-            finally:
-                for layer in layers:
-                    finalize_layerwise_reload(layer, self._config)
+            weights = {name: self._tensors[name] for name in names}
+            load(LOADER.as_loaded(self._model)[0], self._config, layers, weights)
         self.dirty = set()
         return time.perf_counter() - before
 

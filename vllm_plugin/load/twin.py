@@ -1,0 +1,267 @@
+"""Twins: copies of layers, with storages of their own, that vLLM loads while the layers compute.
+
+A twin goes through vLLM's own `load_weights` and its layer's own `process_weights_after_loading`, as a reload
+of the layer does. The layer has to hold the tensors that come out.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+
+from deltasync.errors import FingerprintMismatchError
+from deltasync.kernels import native
+from deltasync.live import LiveMemory, Segment, Staged
+from deltasync.serve.load_plan import held_tensors, segment_of
+from deltasync.tensors import TensorSpec
+from deltasync.tensors.bits import bits_of, dtype_name
+from deltasync.tensors.fingerprint import tensor_key
+from vllm_plugin.load.layers import LOADER, prepare_reload
+
+Weights = Mapping[str, torch.Tensor]
+Made = dict[torch.nn.Module, dict[str, torch.Tensor]]
+"""The tensors that layers have to hold."""
+
+
+def load(loaded: torch.nn.Module, config: Any, layers: Iterable[torch.nn.Module], weights: Weights) -> None:
+    """Have vLLM load `layers` of a model, which is as its loader expects it, layer by layer, from these
+    weights. Mutates the layers' tensors in place.
+
+    Raises:
+        Exception: whatever vLLM raises; the layers then hold unknown values.
+    """
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+    try:
+        loaded.load_weights(weights.items())  # type: ignore[operator]
+    finally:
+        for layer in layers:
+            finalize_layerwise_reload(layer, config)
+
+
+def make(model: torch.nn.Module, config: Any, layers: Set[torch.nn.Module], weights: Weights) -> Made:
+    """Return the tensors that a reload of layers from these weights would leave in them. Changes no layer.
+
+    Raises:
+        Exception: whatever vLLM raises.
+    """
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
+
+    loaded, originals = LOADER.as_loaded(model)
+    twins = {layer: twin for twin, layer in originals.items()}
+    parts = {part for layer in layers for part in twins[layer].modules()}
+    separate = _Separate(twins)
+    try:
+        with torch.no_grad():
+            for part in parts:
+                separate.module(part, originals[part])
+                LAYERWISE_INFO[part] = _info(LAYERWISE_INFO[originals[part]], part, originals[part])
+            for layer in layers:
+                prepare_reload(twins[layer])
+                initialize_layerwise_reload(twins[layer])
+            load(loaded, config, [twins[layer] for layer in layers], weights)
+        return {layer: held_tensors(twins[layer]) for layer in layers}
+    finally:
+        for part in parts:
+            LAYERWISE_INFO.pop(part, None)
+
+
+def _info(info: Any, twin: torch.nn.Module, layer: torch.nn.Module) -> Any:
+    """Return what vLLM notes of a layer for its reload, for the twin: with weight loaders of the twin."""
+    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
+    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
+    from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
+
+    def rebound(tensor: torch.Tensor) -> torch.Tensor:
+        found = to_meta_tensor(tensor)
+        if hasattr(found, "weight_loader"):
+            found.weight_loader = _get_original_loader(found)
+        for key, value in vars(found).items():
+            if isinstance(value, MethodType) and value.__self__ in (layer, layer_ref_sentinel):
+                vars(found)[key] = MethodType(value.__func__, twin)
+        return found
+
+    metadata = tuple({name: rebound(each) for name, each in held.items()} for held in info.restore_metadata)
+    return type(info)(restore_metadata=metadata, restore_device=info.restore_device)
+
+
+class _Separate:
+    """Gives copies of modules tensors of their own, and own copies of objects that process weights.
+
+    Args:
+        twins: The copies of modules.
+    """
+
+    def __init__(self, twins: Mapping[torch.nn.Module, torch.nn.Module]) -> None:
+        self._twins = twins
+        self._copied: dict[int, tuple[Any, Any]] = {}  # by id, with what was copied, to keep it
+        self._storages: dict[int, torch.UntypedStorage] = {}
+
+    def module(self, twin: torch.nn.Module, layer: torch.nn.Module) -> None:
+        """Separate a copy of a module, which has been made without its tensors, from the module."""
+        own = {name: self._of(each) for name, each in vars(layer).items() if name not in _SHARED}
+        vars(twin).update(own)
+        vars(twin).pop("load_weights", None)
+
+    def _of(self, value: Any) -> Any:
+        if isinstance(value, torch.nn.Module):
+            return self._twins.get(value, value)
+        if type(value) in (dict, OrderedDict):
+            return type(value)((name, self._of(each)) for name, each in value.items())
+        if type(value) in (list, tuple, set):
+            return type(value)(map(self._of, value))
+        if isinstance(value, MethodType) and value.__self__ in self._twins:
+            return MethodType(value.__func__, self._of(value.__self__))
+        if not (isinstance(value, torch.Tensor) or _processes(value)):
+            return value
+        if id(value) not in self._copied:
+            if isinstance(value, torch.Tensor):
+                self._copied[id(value)] = value, self._tensor(value)
+            else:
+                own = copy.copy(value)
+                self._copied[id(value)] = value, own
+                vars(own).update({name: self._of(each) for name, each in vars(value).items()})
+        return self._copied[id(value)][1]
+
+    def _tensor(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_meta or not tensor.numel():
+            return tensor
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._storages:
+            self._storages[storage._cdata] = storage.clone()  # type: ignore[no-untyped-call]
+        own = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        own.set_(self._storages[storage._cdata], tensor.storage_offset(), tensor.size(), tensor.stride())
+        own.__class__ = tensor.__class__
+        vars(own).update(vars(tensor))
+        return own
+
+
+_SHARED = "_modules", "kv_cache"
+_PLAIN = (bool, int, float, complex, str)
+
+
+def _processes(value: object) -> bool:
+    """Whether an object that a layer holds processes its weights, as vLLM's methods and kernels do."""
+    found = callable(getattr(value, "process_weights_after_loading", None)) and hasattr(value, "__dict__")
+    return found and not isinstance(value, type | torch.nn.Module)
+
+
+def overlaps(layers: Iterable[torch.nn.Module]) -> bool:
+    """Whether layers hold two different views of one storage, which cannot be exchanged one by one."""
+    places = dict[int, set[object]]()
+    for layer in layers:
+        for tensor in held_tensors(layer).values():
+            if not tensor.is_meta and tensor.numel():
+                places.setdefault(tensor.untyped_storage().data_ptr(), set()).add(_place(tensor))
+    return any(len(each) > 1 for each in places.values())
+
+
+def _place(tensor: torch.Tensor) -> object:
+    return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def numbers(layer: torch.nn.Module) -> dict[str, object]:
+    """Return the plain values in attributes of a layer, and of objects in it that process weights."""
+    found: dict[str, object] = {
+        name: value for name, value in vars(layer).items() if isinstance(value, _PLAIN)
+    }
+    for name, held in vars(layer).items():
+        if _processes(held):
+            found |= {
+                f"{name}.{own}": value for own, value in vars(held).items() if isinstance(value, _PLAIN)
+            }
+    return found
+
+
+class Twins:
+    """The tensors that twins make, in live memory: staged, exchanged and proven as weights are.
+
+    Args:
+        model: The model.
+        groups: The layers that have twins, in groups that are loaded together, with the names of the weights.
+        make: Returns the tensors of a group's layers from weights.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: Iterable[tuple[Set[torch.nn.Module], Set[str]]],
+        make: Callable[[Set[torch.nn.Module], Weights], Made],
+    ) -> None:
+        self.groups, self._make = [*groups], make
+        layers = set().union(*(each for each, _ in self.groups))
+        self._paths = {module: path for path, module in model.named_modules() if module in layers}
+        specs, segments = dict[str, TensorSpec](), dict[str, list[Segment]]()
+        live = {_place(tensor): (name, tensor) for name, tensor in self._named(_held(layers))}
+        for name, tensor in live.values():  # a tensor that several layers hold once
+            segment = segment_of(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+            specs[name] = TensorSpec(name, dtype_name(segment.live.dtype), tuple(tensor.shape))
+            segments[name] = [segment]
+        self._specs = specs
+        self._memory = LiveMemory(specs, segments)
+        self._memory.audit()
+        self._ready: Staged | None = None
+        self._done: Staged | None = None
+
+    def _named(self, made: Made) -> Iterator[tuple[str, torch.Tensor]]:
+        for layer, tensors in made.items():
+            for name, tensor in tensors.items():
+                if not tensor.is_meta and tensor.numel():
+                    yield f"{self._paths[layer]}.{name}", tensor
+
+    def stage(self, names: Set[str], new: Callable[[str], torch.Tensor]) -> None:
+        """Make ready what changes with these weights. `new` returns the new bits of a weight, on the host."""
+        self._ready = self._done = None
+        changed = [(layers, of) for layers, of in self.groups if of & names]
+        if changed:
+            self._ready = self._memory.stage_weights(self._weights(changed, new))
+
+    def _weights(
+        self, groups: Iterable[tuple[Set[torch.nn.Module], Set[str]]], new: Callable[[str], torch.Tensor]
+    ) -> Iterator[tuple[str, np.ndarray, int]]:
+        for layers, names in groups:
+            made = self._make(layers, {name: new(name) for name in sorted(names)})
+            for name, tensor in self._named(made):
+                if name not in self._specs:
+                    continue
+                bits_N = bits_of(tensor.detach().cpu().contiguous())
+                yield name, bits_N, native.fingerprint(tensor_key(name), bits_N)
+
+    def exchange(self) -> None:
+        """Write what is staged into live memory, or, if it is there, bring back what was before.
+
+        Raises:
+            StageError: live memory was written by someone else; the bits are as before.
+            CommitError: the bits are uncertain.
+        """
+        ready, self._ready = self._ready, None
+        done, self._done = self._done, None
+        if done is not None:
+            self._memory.rollback(done)
+        if ready is not None:
+            self._memory.commit(ready)
+            wrong, _ = self._memory.compare(ready)
+            if wrong:
+                self._memory.rollback(ready)
+                raise FingerprintMismatchError(f"{wrong[0]} is not what its twin has made; rolled back.")
+            self._done = ready
+
+    def is_intact(self) -> bool:
+        """Whether every bit is what the twins made."""
+        return self._memory.is_intact()
+
+    def reloaded(self) -> None:
+        """Note that vLLM has loaded the layers themselves."""
+        self._ready = self._done = None
+        self._memory.audit()
+
+
+def _held(layers: Iterable[torch.nn.Module]) -> Made:
+    return {layer: held_tensors(layer) for layer in layers}
