@@ -7,6 +7,7 @@ MLX's server runs the same table in tests/integration/test_mlx.py.
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -109,13 +110,13 @@ def transformers(url: str, asked: Asked) -> Iterator[FastAPI]:
         manager: Any = SimpleNamespace(
             following=following, settings=ReplicaSettings(), model=module, shutdown=lambda: None
         )
-        completions, others = SimpleNamespace(handle_request=handle), SimpleNamespace(handle_request=None)
+        # each release of transformers has more of them
+        names = inspect.signature(serve_transformers._build_server).parameters
+        others = {name: SimpleNamespace(handle_request=None) for name in names if name.endswith("_handler")}
+        handlers = others | {"completion_handler": SimpleNamespace(handle_request=handle)}
         app = serve_transformers.build_server(
             manager,
-            chat_handler=others,
-            completion_handler=completions,
-            response_handler=others,
-            transcription_handler=others,
+            **handlers,
             generation_state=SimpleNamespace(is_cb_alive=lambda: True),
         )
         app.state.following = following
