@@ -23,6 +23,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 _SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
 _LINKS_IN = "/dev/shm"
+_TRIES = 100  # of a load whose links are deleted each time
 
 
 class AdapterFiles:
@@ -74,12 +75,15 @@ def _from_memory(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
     def loaded(self: Any, lora_request: Any) -> Any:
         if not lora_request.lora_path.startswith("/proc/"):
             return load(self, lora_request)
+        tries = 0
         while True:
+            tries += 1
             with linked(lora_request.lora_path) as folder:
                 try:
                     return load(self, msgspec.structs.replace(lora_request, lora_path=str(folder)))
                 except Exception:
-                    if all((folder / name).is_symlink() for name in (CONFIG, WEIGHTS)):
+                    is_whole = all((folder / name).is_symlink() for name in (CONFIG, WEIGHTS))
+                    if is_whole or tries == _TRIES:
                         raise
             # somebody deleted the links meanwhile
 
