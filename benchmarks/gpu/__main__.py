@@ -6,10 +6,10 @@
 elements in 339 and 18,819 tensors. Each part prints its rows as soon as it ends; one that would begin after
 `--limit-s` is left out.
 
-Needs Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec; `make gpu-kit` makes a folder to
-carry to a machine without a package index. The models need 60 GB of GPU memory and `anchor` 40 GB on the
-host; `--small` needs little. Without a GPU, Triton's interpreter runs it at a small size: the checks are the
-same, but times mean nothing. Exits with 1 if a check failed or a bar was missed.
+Needs Python 3.11 or newer, torch, triton, numpy, safetensors, msgspec and zstandard; `make gpu-kit` makes a
+folder to carry to a machine without a package index. The models need 60 GB of GPU memory and `anchor` 40 GB
+on the host; `--small` needs little. Without a GPU, Triton's interpreter runs it at a small size: the checks
+are the same, but times mean nothing. Exits with 1 if a check failed or a bar was missed.
 """
 
 from __future__ import annotations

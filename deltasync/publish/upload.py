@@ -168,9 +168,17 @@ class UploadQueue:
             )
 
     def wait_released(self) -> None:
-        """Wait until no job but the joined one needs the shadow as it is. No other one begins."""
+        """Wait until no job but the joined one needs the shadow as it is. No other one begins, unless none is
+        joined: then one waits that an interrupt kept from its beginning.
+        """
+        with self.lock:
+            begins = self.joined is None and any(not job.released.is_set() for job in self.waiting)
+        if begins:
+            self.unpause()
         for job in self.jobs:
             job.released.wait()
+        if begins:
+            self.pause()
 
     def submit(self, *jobs: Pending) -> None:
         """Upload jobs after the others, in the place of the joined one."""

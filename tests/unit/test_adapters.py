@@ -100,8 +100,9 @@ class Bench:
 
     def refresh(self) -> Status:
         with contextlib.suppress(DeltaSyncError):
-            while not self.follow.step():
-                pass
+            for _ in range(2):  # the first look may have been at head, which follows a version
+                while not self.follow.step():
+                    pass
         return self.follow.status()
 
     def files(self) -> list[str]:

@@ -89,6 +89,27 @@ def test_what_follows_an_interrupt_is_what_was_published(second: int | None, mem
     publisher.close()
 
 
+def test_a_version_that_an_interrupt_kept_from_its_beginning_does_not_stop_the_next_one(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publisher, begun = Publisher(memory_url), list[object]()
+    publisher.publish(weights(0)).wait(PATIENCE_S)
+
+    def submit(action: object) -> None:
+        begun.append(action)
+        if len(begun) == 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(publisher._uploader._worker, "submit", submit)
+    with pytest.raises(KeyboardInterrupt):
+        publisher.publish(weights(1))
+    monkeypatch.undo()
+    receipt = publisher.publish(weights(2))
+    receipt.wait(PATIENCE_S)
+    publisher.close()
+    assert_holds(memory_url, weights(2), receipt.version)
+
+
 def test_what_was_accepted_before_an_interrupt_becomes_visible(memory_url: str) -> None:
     publisher = Publisher(memory_url)
     publisher.publish(weights(0)).wait(PATIENCE_S)
