@@ -25,6 +25,7 @@ from deltasync.errors import ConfigError, DeltaSyncError, PublishError, StoreErr
 from deltasync.trainer import ranks
 from deltasync.trainer.stream import TensorRange
 from tests.faults import FaultyStore
+from tests.waiting import wait_until
 
 FOLDER = Path(sys.argv[1])
 RANK = int(os.environ["RANK"])
@@ -180,16 +181,16 @@ def late() -> None:
 def nothing_left() -> None:
     """Closed publishers leave no thread and no descriptor."""
     process, counts = psutil.Process(), []
+
+    def held() -> tuple[int, int]:
+        return process.num_threads(), process.num_fds()
+
     for number in range(6):
         with publisher("left", resume=number > 0) as opened:
             opened.publish(stream(torch.zeros(8, 4)), step=0).wait(60)
         dist.barrier()
-        counts.append((process.num_threads(), process.num_fds()))
-    ends_s = time.monotonic() + 10
-    while counts[-1] > counts[1] and time.monotonic() < ends_s:  # idle threads stay for a second
-        time.sleep(0.1)
-        counts.append((process.num_threads(), process.num_fds()))
-    assert counts[-1] <= counts[1], counts
+        counts.append(held())
+    wait_until(lambda: held() <= counts[1], told=lambda: (counts, held()))  # idle threads stay for a second
 
 
 def alone() -> None:
