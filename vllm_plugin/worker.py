@@ -95,12 +95,12 @@ class WorkerEngine(Engine):
     def prove(self, covered: Set[int], reloaded: Set[torch.nn.Module] = frozenset()) -> None:
         """As `Engine.prove`."""
         self._mirror.prove(covered)
-        self.twinned = self._mirror.twinned
         if self.mirrored:
+            twinned = self._mirror.twins.names
             logger.info(
                 "deltasync: the layers of %d mirrored tensors have twins; those of %d are loaded again in pauses",
-                len(self.twinned),
-                len(self.mirrored - self.twinned),
+                len(twinned),
+                len(self.mirrored - twinned),
             )
         super().prove(covered, reloaded | self._mirror.modules)
 

@@ -170,10 +170,8 @@ class LiveWeights:
                 staged, whole = self._stage_weights(chain[first:])
             else:
                 changed = self._changed(chain)
-                staged, whole = (
-                    self.memory.stage(changed),
-                    changed.delta if self._whole or self.reported else {},
-                )
+                staged = self.memory.stage(changed)
+                whole = changed.delta if self._whole or self.reported else {}
         return StagedVersion(chain, staged, whole, time.perf_counter() - before)
 
     def _stage_weights(self, chain: Sequence[StoredRecord]) -> tuple[Staged, dict[str, np.ndarray]]:

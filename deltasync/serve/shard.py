@@ -120,7 +120,6 @@ class Engine(ABC):
         later: As `derived.find` takes it.
         draft: A sentence on whether the model that drafts tokens is followed; None if there is none.
         mirrored: The tensors of which `reloads` has given host copies.
-        twinned: Those of them whose layers are made ready by `stage`, instead of loaded in the pause.
     """
 
     loader: load_plan.Loader
@@ -132,7 +131,6 @@ class Engine(ABC):
     log = logger
     later: Mapping[str, str | None] = MappingProxyType({})
     mirrored: Set[str] = frozenset()
-    twinned: Set[str] = frozenset()
     _copies: Sequence[derived.DerivedCopy] = ()
 
     def take(self, specs: Mapping[str, TensorSpec]) -> None:

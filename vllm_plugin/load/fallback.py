@@ -68,8 +68,7 @@ class Mirror:
 
     Attributes:
         dirty: Modules that hold unknown values, because reloading them failed.
-        twins: The tensors that twins of layers make; None before `prove`, or if no layer has one.
-        twinned: The tensors whose layers have twins.
+        twins: The twins of layers; none before `prove`.
     """
 
     def __init__(
@@ -83,8 +82,7 @@ class Mirror:
         self._model, self._config = model, config
         self._layers, self._tensors, self._reasons = layers, tensors, reasons or {}
         self.dirty: set[torch.nn.Module] = set()
-        self.twins: Twins | None = None
-        self.twinned: set[str] = set()
+        self.twins = Twins(model, (), self._make)
 
     @property
     def segments(self) -> dict[str, list[Segment]]:
@@ -108,8 +106,7 @@ class Mirror:
         Raises:
             ModelMismatchError: it does not; live memory is as before.
         """
-        known, self.twins, self.twinned = set(), None, set()
-        twinned = list[tuple[set[torch.nn.Module], set[str]]]()
+        known, twinned = set(), list[tuple[set[torch.nn.Module], set[str]]]()
         for layers, names in _together(self._layers):  # in groups, to hold fewer copies on the host at once
             kind = (
                 *sorted(re.sub("[0-9]+", "#", name) for name in names),
@@ -118,9 +115,7 @@ class Mirror:
             if self._prove(layers, sorted(names), kind not in known, covered):
                 twinned.append((layers, names))
             known.add(kind)
-        if twinned:
-            self.twins = Twins(self._model, twinned, self._make)
-            self.twinned = set().union(*(names for _, names in twinned))
+        self.twins = Twins(self._model, twinned, self._make)
 
     def _prove(
         self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]
@@ -242,8 +237,7 @@ class Mirror:
                 bits_of(tensor)[:] = changes[name]
             return tensor
 
-        if self.twins is not None:
-            self.twins.stage(names & self.twinned, new)
+        self.twins.stage(names, new)
 
     def refresh(self, changed: Iterable[str]) -> float:
         """Exchange what is staged in layers with twins, or bring it back; load other layers of changed
@@ -253,22 +247,22 @@ class Mirror:
             Exception: as `Twins.exchange` and `reload`.
         """
         repairs = bool(self.dirty)
-        if self.twins is not None and not repairs:
+        if not repairs:
             try:
                 self.twins.exchange()
             except CommitError:
-                self.dirty = {layer for name in self.twinned for layer in self._layers[name]}
+                self.dirty = {*self.twins.layers}
                 raise
-        reload_s = self.reload(set(changed) - self.twinned)
-        if self.twins is not None and repairs:
+        reload_s = self.reload(set(changed) - self.twins.names)
+        if repairs:
             self.twins.reloaded()
         return reload_s
 
     def audit(self) -> bool:
         """Return whether every bit of layers with twins is what these have made; if not, they are `dirty`."""
-        is_intact = self.twins is None or self.twins.is_intact()
+        is_intact = self.twins.is_intact()
         if not is_intact:
-            self.dirty = self.dirty | {layer for name in self.twinned for layer in self._layers[name]}
+            self.dirty = self.dirty | self.twins.layers
         return is_intact
 
     def _idle(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights]) -> list[str]:

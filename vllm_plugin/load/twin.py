@@ -187,6 +187,10 @@ class Twins:
         model: The model.
         groups: The layers that have twins, in groups that are loaded together, with the names of the weights.
         make: Returns the tensors of a group's layers from weights.
+
+    Attributes:
+        layers: The layers of all groups.
+        names: The names of all their weights.
     """
 
     def __init__(
@@ -195,11 +199,12 @@ class Twins:
         groups: Iterable[tuple[Set[torch.nn.Module], Set[str]]],
         make: Callable[[Set[torch.nn.Module], Weights], Made],
     ) -> None:
-        self.groups, self._make = [*groups], make
-        layers = set().union(*(each for each, _ in self.groups))
-        self._paths = {module: path for path, module in model.named_modules() if module in layers}
+        self._groups, self._make = [*groups], make
+        self.layers: set[torch.nn.Module] = set().union(*(layers for layers, _ in self._groups))
+        self.names: set[str] = set().union(*(names for _, names in self._groups))
+        self._paths = {module: path for path, module in model.named_modules() if module in self.layers}
         specs, segments = dict[str, TensorSpec](), dict[str, list[Segment]]()
-        live = {_place(tensor): (name, tensor) for name, tensor in self._named(_held(layers))}
+        live = {_place(tensor): (name, tensor) for name, tensor in self._named(_held(self.layers))}
         for name, tensor in live.values():  # a tensor that several layers hold once
             segment = segment_of(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
             specs[name] = TensorSpec(name, dtype_name(segment.live.dtype), tuple(tensor.shape))
@@ -219,7 +224,7 @@ class Twins:
     def stage(self, names: Set[str], new: Callable[[str], torch.Tensor]) -> None:
         """Make ready what changes with these weights. `new` returns the new bits of a weight, on the host."""
         self._ready = self._done = None
-        changed = [(layers, of) for layers, of in self.groups if of & names]
+        changed = [(layers, of) for layers, of in self._groups if of & names]
         if changed:
             self._ready = self._memory.stage_weights(self._weights(changed, new))
 
