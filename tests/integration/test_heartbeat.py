@@ -552,6 +552,7 @@ def test_replicas_that_were_restored_from_one_snapshot_are_two(
     def write(writer: HeartbeatWriter, version: int, number: int) -> None:
         writer.update(told(store, "deadbeef", version))
         wait_until(lambda: sum(call[0] == "put" and "replicas" in call[1] for call in store.calls) == number)  # type: ignore[attr-defined]
+        wait_until(lambda: not writer._workers.busy)  # the store notes a call before it takes effect
 
     for number, (writer, version) in enumerate(
         [(hangs, 1), (goes_on, 1), (hangs, 1), (goes_on, 2), (goes_on, 2), (hangs, 1)]
