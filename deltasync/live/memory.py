@@ -187,9 +187,17 @@ class LiveMemory:
         """`held`, as decoding wants it; None if every tensor is held whole."""
         return None if all(self.held(name) is None for name in self._specs) else self.held
 
-    def audit(self) -> None:
-        """Recompute the fingerprints of all segments from every bit of live memory."""
-        self.parts = self._read_parts()
+    def audit(self, names: Set[str] | None = None) -> None:
+        """Recompute the fingerprints of all segments, or of those of these tensors, from every bit of live
+        memory.
+        """
+        part_P = self._read_parts()
+        for name in () if names is None else self._segments.keys() - names:
+            at = self._first_part[name]
+            part_P[at : at + len(self._segments[name])] = self.known_parts[
+                at : at + len(self._segments[name])
+            ]
+        self.parts = part_P
         _ = self._union  # made here, because `compare` is called in a commit's pause
 
     def is_intact(self) -> bool:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterable, Mapping, Set
 
 import pytest
 import torch
 
 from deltasync.errors import StageError
+from deltasync.tensors.bits import bits_of
+from vllm_plugin.load.fallback import Mirror
 from vllm_plugin.load.twin import Made, Twins, overlaps
 
 
@@ -64,3 +66,133 @@ def test_views_of_one_storage_that_differ_cannot_be_exchanged_one_by_one() -> No
     assert not overlaps([layer])
     layer.register_buffer("part", layer.whole[:2])
     assert overlaps([layer])
+
+
+class Failing:
+    """Makes what `made_by` makes of layers but those in `broken`, whose twins fail."""
+
+    def __init__(self, *broken: torch.nn.Module) -> None:
+        self.broken = broken
+
+    def __call__(self, layers: Set[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> Made:
+        if layers & {*self.broken}:
+            raise RuntimeError("out of memory")
+        (weight,) = weights.values()
+        return made_by(layers, {"w": weight})
+
+
+def mirror_of(model: torch.nn.ModuleList, make: Failing, monkeypatch: pytest.MonkeyPatch) -> Mirror:
+    """The mirror of layers that each have a twin, with a reload in the place of vLLM's own."""
+    tensors = {f"w{number}": torch.zeros(4, 6) for number in range(len(model))}
+    layers = {name: {layer} for name, layer in zip(tensors, model, strict=True)}
+    mirror = Mirror(model, None, layers, tensors)
+    mirror.twins = Twins(model, [(of, {name}) for name, of in layers.items()], make)
+
+    def reload(names: Iterable[str]) -> float:
+        for name, of in layers.items():
+            if name in names or of & mirror.dirty:
+                for layer, made in made_by(of, {"w": tensors[name]}).items():
+                    layer.weight.data.copy_(made["weight"])
+                    layer.scale.copy_(made["scale"])
+        mirror.dirty = set()
+        return 1.0 if names else 0.0
+
+    monkeypatch.setattr(mirror, "reload", reload)
+    return mirror
+
+
+def committed(mirror: Mirror, value: float) -> float:
+    """Stage and write a version in which every mirrored weight has this value. Returns the time of reloads."""
+    bits = {name: bits_of(torch.full((4, 6), float(value))) for name in mirror._tensors}
+    mirror.stage(bits, bits.keys())
+    for name, bits_N in bits.items():
+        bits_of(mirror._tensors[name])[:] = bits_N
+    return mirror.refresh(bits)
+
+
+def test_a_layer_whose_twin_fails_later_is_loaded_again_for_that_version(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = torch.nn.ModuleList([Scaled(), Scaled()])
+    make = Failing()
+    mirror = mirror_of(model, make, monkeypatch)
+    assert committed(mirror, 1) == 0
+    make.broken = (model[1],)
+    assert committed(mirror, 2) == 1
+    assert [float(layer.weight.float().max()) for layer in model] == [2, 2]
+    assert mirror.audit()
+    for tensor in mirror._tensors.values():  # the version is undone
+        tensor.fill_(1)
+    assert mirror.refresh(mirror._tensors) == 1
+    assert [float(layer.weight.float().min()) for layer in model] == [1, 1]
+    assert mirror.audit()
+    make.broken = ()
+    assert committed(mirror, 3) == 0
+    assert [float(layer.weight.float().max()) for layer in model] == [3, 3]
+
+
+def test_a_reload_that_fails_undoes_twins_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Layers with twins and others are of one version, whichever of them fails."""
+    model = torch.nn.ModuleList([Scaled(), Scaled()])
+    make = Failing()
+    mirror = mirror_of(model, make, monkeypatch)
+    committed(mirror, 1)
+    make.broken = (model[1],)
+    reload, fails = mirror.reload, [True]
+
+    def failing(names: Iterable[str]) -> float:
+        if fails.pop():
+            mirror.dirty = {model[1]}
+            raise RuntimeError("out of memory")
+        return reload(names)
+
+    monkeypatch.setattr(mirror, "reload", failing)
+    with pytest.raises(RuntimeError):
+        committed(mirror, 2)
+    for tensor in mirror._tensors.values():
+        tensor.fill_(1)
+    fails.append(False)
+    mirror.refresh(mirror._tensors)
+    assert [float(layer.weight.float().max()) for layer in model] == [1, 1]
+    assert mirror.audit()
+
+
+def test_a_repair_loads_damaged_layers_and_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.ModuleList([Scaled(), Scaled()])
+    mirror = mirror_of(model, Failing(), monkeypatch)
+    committed(mirror, 1)
+    bits = {name: bits_of(torch.full((4, 6), 2.0)) for name in mirror._tensors}
+    mirror.stage(bits, bits.keys())  # a version that is never committed
+    model[0].weight.data.view(torch.int8)[0, 0] = 7
+    assert not mirror.audit()
+    mirror.refresh(())
+    assert mirror.audit()
+    assert [float(layer.weight.float().max()) for layer in model] == [1, 1]
+    assert committed(mirror, 3) == 0
+
+
+@pytest.mark.parametrize("wrong", [torch.zeros(2, 2), torch.zeros(6, 4), None])
+def test_a_twin_that_makes_other_tensors_than_live_memory_has_fails(
+    wrong: torch.Tensor | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = Scaled()
+
+    def make(layers: Set[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> Made:
+        made = made_by(layers, weights)[layer]
+        return {layer: {"scale": made["scale"]} if wrong is None else made | {"weight": wrong}}
+
+    twins = Twins(layer, [({layer}, {"w"})], make)
+    twins.stage({"w"}, lambda _: torch.ones(4, 6))
+    assert twins.failed == {"w"}
+    twins.exchange()
+    assert float(layer.weight.float().max()) == float(layer.scale) == 0
+
+
+def test_a_tensor_that_layers_of_two_groups_share_may_not_change_with_one() -> None:
+    first, second = Scaled(), Scaled()
+    second.scale = first.scale
+    twins = Twins(torch.nn.ModuleList([first, second]), [({first}, {"w"}), ({second}, {"v"})], Failing())
+    twins.stage({"v"}, lambda _: torch.zeros(4, 6))
+    assert twins.failed == set()
+    twins.stage({"v"}, lambda _: torch.ones(4, 6))
+    assert twins.failed == {"v"}

@@ -223,10 +223,7 @@ class Mirror:
 
     def stage(self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]) -> None:
         """Make ready what a version's changes, or new bits, of mirrored tensors change in layers with twins.
-        The mirror and live memory are untouched.
-
-        Raises:
-            Exception: whatever vLLM raises.
+        Layers whose twins fail are loaded again by `refresh`. The mirror and live memory are untouched.
         """
 
         def new(name: str) -> torch.Tensor:
@@ -241,22 +238,29 @@ class Mirror:
 
     def refresh(self, changed: Iterable[str]) -> float:
         """Exchange what is staged in layers with twins, or bring it back; load other layers of changed
-        tensors, and what is `dirty`, again. Mutates live weights. Returns the seconds that loading took.
+        tensors, and what is `dirty`, again. Without changed tensors nothing is exchanged. Mutates live
+        weights. Returns the seconds that loading took.
 
         Raises:
             Exception: as `Twins.exchange` and `reload`.
         """
-        repairs = bool(self.dirty)
-        if not repairs:
-            try:
-                self.twins.exchange()
-            except CommitError:
-                self.dirty = {*self.twins.layers}
-                raise
-        reload_s = self.reload(set(changed) - self.twins.names)
-        if repairs:
-            self.twins.reloaded()
+        changed, twins = set(changed), self.twins
+        if not changed:
+            twins.drop()
+        try:
+            twins.exchange()
+        except CommitError:
+            self.dirty = self.dirty | twins.layers
+            raise
+        names = changed - (twins.names - twins.failed)
+        layers = self._layers_of(names)
+        reload_s = self.reload(names)
+        twins.reloaded(layers)
         return reload_s
+
+    def _layers_of(self, names: Iterable[str]) -> set[torch.nn.Module]:
+        """Return the layers of tensors that are mirrored, and what is `dirty`."""
+        return self.dirty.union(*(self._layers[name] for name in names if name in self._layers))
 
     def audit(self) -> bool:
         """Return whether every bit of layers with twins is what these have made; if not, they are `dirty`."""
@@ -317,7 +321,7 @@ class Mirror:
         Raises:
             Exception: whatever vLLM raises; the layers then hold unknown values, and are `dirty`.
         """
-        layers = self.dirty | {layer for name in changed for layer in self._layers.get(name, ())}
+        layers = self._layers_of(changed)
         if not layers:
             return 0.0
         self.dirty = layers

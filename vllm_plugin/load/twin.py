@@ -15,13 +15,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync.errors import FingerprintMismatchError
+from deltasync.errors import FingerprintMismatchError, ModelMismatchError
 from deltasync.kernels import native
 from deltasync.live import LiveMemory, Segment, Staged
 from deltasync.serve.load_plan import held_tensors, segment_of
 from deltasync.tensors import TensorSpec
-from deltasync.tensors.bits import bits_of, dtype_name
+from deltasync.tensors.bits import bits_of, dtype_name, int_view
 from deltasync.tensors.fingerprint import tensor_key
+from vllm_plugin import logger
 from vllm_plugin.load.layers import LOADER, prepare_reload
 
 Weights = Mapping[str, torch.Tensor]
@@ -49,6 +50,7 @@ def make(model: torch.nn.Module, config: Any, layers: Set[torch.nn.Module], weig
     """Return the tensors that a reload of layers from these weights would leave in them. Changes no layer.
 
     Raises:
+        ModelMismatchError: it would leave other plain values in them too (`numbers`).
         Exception: whatever vLLM raises.
     """
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -67,6 +69,9 @@ def make(model: torch.nn.Module, config: Any, layers: Set[torch.nn.Module], weig
                 prepare_reload(twins[layer])
                 initialize_layerwise_reload(twins[layer])
             load(loaded, config, [twins[layer] for layer in layers], weights)
+        for layer in layers:
+            if other := dict(numbers(layer).items() - numbers(twins[layer]).items()):
+                raise ModelMismatchError(f"{type(layer).__name__}.{min(other)} is another, and is no tensor")
         return {layer: held_tensors(twins[layer]) for layer in layers}
     finally:
         for part in parts:
@@ -191,6 +196,8 @@ class Twins:
     Attributes:
         layers: The layers of all groups.
         names: The names of all their weights.
+        failed: The names of weights of layers whose twins failed when the last version was staged: vLLM has
+            to load the layers themselves.
     """
 
     def __init__(
@@ -202,14 +209,18 @@ class Twins:
         self._groups, self._make = [*groups], make
         self.layers: set[torch.nn.Module] = set().union(*(layers for layers, _ in self._groups))
         self.names: set[str] = set().union(*(names for _, names in self._groups))
+        self.failed: set[str] = set()
         self._paths = {module: path for path, module in model.named_modules() if module in self.layers}
+        self._live = dict(self._named(_held(self._paths)))
+        self._holders = {name: layer for layer in self._paths for name, _ in self._named(_held([layer]))}
+        owners = {_place(tensor): name for name, tensor in reversed(self._live.items())}
+        self._owners = {name: owners[_place(tensor)] for name, tensor in self._live.items()}
         specs, segments = dict[str, TensorSpec](), dict[str, list[Segment]]()
-        live = {_place(tensor): (name, tensor) for name, tensor in self._named(_held(self.layers))}
-        for name, tensor in live.values():  # a tensor that several layers hold once
+        for name in owners.values():  # a tensor that several layers hold once
+            tensor = self._live[name]
             segment = segment_of(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
             specs[name] = TensorSpec(name, dtype_name(segment.live.dtype), tuple(tensor.shape))
             segments[name] = [segment]
-        self._specs = specs
         self._memory = LiveMemory(specs, segments)
         self._memory.audit()
         self._ready: Staged | None = None
@@ -223,7 +234,7 @@ class Twins:
 
     def stage(self, names: Set[str], new: Callable[[str], torch.Tensor]) -> None:
         """Make ready what changes with these weights. `new` returns the new bits of a weight, on the host."""
-        self._ready = self._done = None
+        self.drop()
         changed = [(layers, of) for layers, of in self._groups if of & names]
         if changed:
             self._ready = self._memory.stage_weights(self._weights(changed, new))
@@ -232,12 +243,40 @@ class Twins:
         self, groups: Iterable[tuple[Set[torch.nn.Module], Set[str]]], new: Callable[[str], torch.Tensor]
     ) -> Iterator[tuple[str, np.ndarray, int]]:
         for layers, names in groups:
-            made = self._make(layers, {name: new(name) for name in sorted(names)})
-            for name, tensor in self._named(made):
-                if name not in self._specs:
-                    continue
+            weights = {name: new(name) for name in sorted(names)}
+            try:
+                made = self._made(layers, weights)
+            except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+                logger.warning(
+                    "deltasync: twins of the layers of %s failed, so they are loaded in this version's pause: %r",
+                    min(names),
+                    error,
+                )
+                self.failed |= names
+                continue
+            for name, tensor in made.items():
                 bits_N = bits_of(tensor.detach().cpu().contiguous())
                 yield name, bits_N, native.fingerprint(tensor_key(name), bits_N)
+
+    def _made(self, layers: Set[torch.nn.Module], weights: Weights) -> dict[str, torch.Tensor]:
+        """Return the tensors that twins of a group make, by their names in live memory.
+
+        Raises:
+            ModelMismatchError: live memory has no place for one of them.
+            Exception: whatever vLLM raises.
+        """
+        made = dict(self._named(self._make(layers, weights)))
+        for name in self._names_of(layers):
+            live, tensor = self._live[name], made.get(name)
+            if tensor is None or (tensor.dtype, tensor.shape) != (live.dtype, live.shape):
+                raise ModelMismatchError(f"{name} becomes {'nothing' if tensor is None else tensor.shape}")
+            if self._owners[name] not in made and not torch.equal(int_view(tensor), int_view(live)):
+                raise ModelMismatchError(f"{name} changes, which is {self._owners[name]} too")
+        return {name: made[name] for name in made.keys() & self._owners.values()}
+
+    def _names_of(self, layers: Set[torch.nn.Module]) -> set[str]:
+        """Return the names of the tensors in live memory that these layers hold."""
+        return {name for name in self._live if self._holders[name] in layers}
 
     def exchange(self) -> None:
         """Write what is staged into live memory, or, if it is there, bring back what was before.
@@ -258,14 +297,19 @@ class Twins:
                 raise FingerprintMismatchError(f"{wrong[0]} is not what its twin has made; rolled back.")
             self._done = ready
 
+    def drop(self) -> None:
+        """Forget what is staged, and how to undo what was exchanged last."""
+        self._ready = self._done = None
+        self.failed = set()
+
     def is_intact(self) -> bool:
         """Whether every bit is what the twins made."""
         return self._memory.is_intact()
 
-    def reloaded(self) -> None:
-        """Note that vLLM has loaded the layers themselves."""
-        self._ready = self._done = None
-        self._memory.audit()
+    def reloaded(self, layers: Set[torch.nn.Module]) -> None:
+        """Note that vLLM has loaded these layers themselves: their bits are right as they are."""
+        if names := self._names_of(layers):
+            self._memory.audit({self._owners[name] for name in names})
 
 
 def _held(layers: Iterable[torch.nn.Module]) -> Made:
