@@ -408,6 +408,8 @@ class ReplicaSettings(ReaderSettings):
             compares in each `sync` and before each new version.
         kv_cache: `keep` the keys and values of running requests across a commit, or `recompute` them with the
             new weights.
+        max_lag: The maximum lag of requests that name none (`x-deltasync-max-lag`), in versions; None for no
+            limit.
         cache_dir: Absolute path of the directory in which the processes of a machine share downloads; None
             for a directory of this user in the system's temporary directory.
         cache_bytes: Limit for the files in the cache; 0 for no cache.
@@ -425,6 +427,7 @@ class ReplicaSettings(ReaderSettings):
     wait_ready: bool = True
     audit_s: _Seconds = 0.0
     kv_cache: Annotated[str, _one_of("keep", "recompute")] = "keep"
+    max_lag: _Natural | None = None
     cache_dir: _AbsolutePath | None = None
     cache_bytes: _Natural = 4 << 30
     http_token: Annotated[str, _matches("visible ASCII characters without spaces", "[!-~]+")] | None = (
@@ -439,6 +442,14 @@ class ReplicaSettings(ReaderSettings):
             return self
         place = f"{self.replica_id}-{port}" + ("" if rank is None else f"-{rank}")
         return dataclasses.replace(self, replica_id=place)
+
+    def check_no_max_lag(self) -> None:
+        """Check that no server whose commits end no request was given a maximum lag (ConfigError)."""
+        _require(
+            self.max_lag is None,
+            "DELTASYNC_MAX_LAG is set, and this server ends no request at a commit: leave it out, or serve full weights "
+            "with vLLM.",
+        )
 
     def with_called_channel(self, channel: str | None) -> Self:
         """Return these settings with the channel that a remote caller names; None for the configured one.

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 
 VERSIONS = ("0.5.23",)  # of SGLang
@@ -74,6 +75,7 @@ def check(server_args: Any) -> None:
         )
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError("SGLang's Rust server has no routes for deltasync: leave SGLANG_RUST_SERVER out.")
+    ReplicaSettings.from_env().check_no_max_lag()
     config = resolving_view(server_args)
     for what, options in OPTIONS.items():
         for name, followed in options.items():

@@ -111,6 +111,22 @@ def check_transfer(transfer: Any, is_main: bool) -> None:
             "callback to the "
             "trainer's constructor, callbacks=[DeltaSyncCallback(url)], and no other weight_transfer."
         )
+    _check_protocol(trainer, transfer)
+
+
+def _check_protocol(trainer: Any, transfer: Any) -> None:
+    """Check that TRL calls a `weight_transfer` by the methods that `transfer` has (ConfigError)."""
+    import trl
+
+    for base in _in_trl(trainer):
+        protocol = getattr(sys.modules[base.__module__], "WeightTransferProtocol", None)
+        for name, method in vars(protocol).items() if protocol is not None else ():
+            is_called = inspect.isfunction(method) and not name.startswith("_")
+            if is_called and _parameters(method) != _parameters(getattr(type(transfer), name, None)):
+                raise ConfigError(
+                    f"TRL {trl.__version__} calls its weight transfer in another form ({name}) than DeltaSyncCallback "
+                    f"knows. Install TRL {WITH_WEIGHT_TRANSFER}."
+                )
 
 
 def replace_version(update: Callable[[int, Callable[[int], None]], None]) -> None:

@@ -214,6 +214,8 @@ class DeltaSyncEndpoints(Routes):
         reason = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config)
         if reason is not None:
             return reason
+        if is_pushed(engine) or self.settings.adapter is not None:
+            self.settings.check_no_max_lag()
         if is_pushed(engine):
             return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
         if self.settings.adapter is not None:

@@ -120,15 +120,15 @@ def read(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"")
     return VersionConstraint.parse(fields)
 
 
-def parse_max_lag(fields: Mapping[str, str]) -> int | None:
-    """Parse the maximum lag of a request, in versions. Returns None without one.
+def parse_max_lag(fields: Mapping[str, str], default: int | None = None) -> int | None:
+    """Parse the maximum lag of a request, in versions. Returns `default` without one.
 
     Raises:
         ConfigError: it is no such number.
     """
     text = fields.get(MAX_LAG_HEADER)
     if text is None:
-        return None
+        return default
     if re.fullmatch(r"[0-9]{1,9}", text) is None:
         raise ConfigError(f"{MAX_LAG_HEADER} is a number of versions, such as 1, not {text[:40]!r}.")
     return int(text)
@@ -192,6 +192,7 @@ def require_version(
     app: App,
     wait_until_met: Callable[[VersionConstraint], Awaitable[VersionConstraint]],
     ends_requests: Callable[[], bool] = lambda: False,
+    default_lag: int | None = None,
 ) -> App:
     """ASGI middleware that has a request wait at its arrival for the version that it demands, and sets
     `constraint` and `max_lag`.
@@ -200,6 +201,7 @@ def require_version(
         app: The application.
         wait_until_met: As the function `wait_until_met`. Raises AckTimeoutError: the reply is 409.
         ends_requests: Whether a commit ends requests by `max_lag` now; otherwise one that names it gets 400.
+        default_lag: The maximum lag of a request that names none.
     """
 
     async def call(scope: MutableMapping[str, Any], receive: Receive, send: Send) -> None:
@@ -223,7 +225,7 @@ def require_version(
             if ends_requests():
                 fields = read_fields(*given)
                 wanted = VersionConstraint.parse(fields)
-                max_lag.set(parse_max_lag(fields))
+                max_lag.set(parse_max_lag(fields, default_lag))
             else:
                 wanted = read(*given)
         except ConfigError as error:

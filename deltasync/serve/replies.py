@@ -122,6 +122,7 @@ def server_settings(program: str) -> tuple[str, ReplicaSettings, list[str]]:
     parser.add_argument("--channel", help="URL of the channel; by default DELTASYNC_CHANNEL")
     args, others = parser.parse_known_args()
     settings = ReplicaSettings.from_env(channel=args.channel)
+    settings.check_no_max_lag()
     if args.channel is not None:
         startup.check_channel(args.channel, "--channel")
     elif not startup.is_to_follow():

@@ -87,7 +87,10 @@ class Routes:
         router.add_api_route("/deltasync/ready", self._ready_asked, response_model=None)
         app.include_router(router)
         app.add_middleware(
-            require_version, wait_until_met=self.demand, ends_requests=lambda: self.ends_requests
+            require_version,
+            wait_until_met=self.demand,
+            ends_requests=lambda: self.ends_requests,
+            default_lag=self.settings.max_lag,
         )
 
         @app.exception_handler(Refused)

@@ -271,6 +271,22 @@ def test_a_trl_without_a_transfer_to_replace_is_refused_at_once(
         make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), [])
 
 
+@pytest.mark.parametrize(
+    ("name", "method"), [("send_weights", lambda self: None), ("register", lambda self: None)]
+)
+def test_a_trl_that_calls_its_transfer_otherwise_is_refused_before_training(
+    name: str, method: Any, checkpoint: Path, memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl.experimental.async_grpo import async_grpo_trainer
+
+    monkeypatch.setattr(async_grpo_trainer.WeightTransferProtocol, name, method, raising=False)
+    events: list[str] = []
+    trainer = make_async_trainer(checkpoint, DeltaSyncCallback(memory_url), events)
+    with pytest.raises(ConfigError, match=rf"in another form \({name}\) .* 1\.9 to 1\.16"):
+        trainer.train()
+    assert "start" not in events
+
+
 def test_log_probabilities_of_another_distribution_are_refused_before_training(
     checkpoint: Path, memory_url: str
 ) -> None:

@@ -98,6 +98,9 @@ def test_the_command_line_of_a_server(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("DELTASYNC_CHANNEL", raising=False)
     with pytest.raises(ConfigError, match="--channel or DELTASYNC_CHANNEL"):
         server_settings("server")
+    monkeypatch.setenv("DELTASYNC_MAX_LAG", "1")
+    with pytest.raises(ConfigError, match="DELTASYNC_MAX_LAG is set, and this server ends no request"):
+        server_settings("server")
 
 
 def test_a_model_that_may_not_be_read_now_has_no_digest_but_a_sentence() -> None:

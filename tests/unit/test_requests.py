@@ -23,7 +23,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError
 from deltasync.following import Follow, MemoryTarget
 from deltasync.serve import calls, heartbeat
-from deltasync.serve.constraint import VersionConstraint, constraint
+from deltasync.serve.constraint import MAX_LAG_HEADER, VersionConstraint, constraint, max_lag
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.routes import Routes
 from tests.faults import FaultyStore
@@ -289,6 +289,24 @@ def test_a_process_that_does_not_answer_is_an_error(tmp_path: Path) -> None:
         503,
         "The process that follows the channel does not answer.",
     )
+
+
+class Ending(Routes):
+    ends_requests = True
+
+
+def test_a_request_that_names_no_maximum_lag_has_the_servers(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {}
+    for default in (None, "2"):
+        if default is not None:
+            monkeypatch.setenv("DELTASYNC_MAX_LAG", default)
+        app = FastAPI()
+        Ending().attach(app)
+        app.post("/generate")(lambda: max_lag.get())
+        with TestClient(app) as client:
+            for own in ({}, {MAX_LAG_HEADER: "0"}):
+                found[default, *own.values()] = client.post("/generate", headers=own).json()
+    assert found == {(None,): None, (None, "0"): 0, ("2",): 2, ("2", "0"): 0}
 
 
 def test_weights_that_are_held_are_not_ready(
