@@ -296,9 +296,10 @@ def table_sha256(tensors: dict[str, tuple[str, tuple[int, ...]]]) -> str:
     return sha256_hex(msgspec.json.encode(tensors, order="deterministic"))
 
 
-def encode(document: Document) -> bytes:
-    """A document as canonical UTF-8 JSON in one line."""
-    return msgspec.json.encode(document) + b"\n"
+def encode(document: Document, size: int = 0) -> bytes:
+    """A document as canonical UTF-8 JSON in one line, with blanks before its last brace up to `size` bytes."""
+    text = msgspec.json.encode(document)[:-1]
+    return text + b" " * (size - len(text) - 2) + b"}\n"
 
 
 def decode(data: bytes | memoryview, kind: type[_Document], key: str) -> _Document:

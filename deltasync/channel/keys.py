@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 import secrets
 
@@ -31,7 +32,7 @@ _EPOCH_DOCUMENT = re.compile(rf"epochs/({_EPOCH})\.json")
 _FILE = re.compile(rf"(?:parts|anchors)/({_VERSION})\.({_EPOCH})\.([0-9]{{1,9}})/.+")
 
 
-@dataclasses.dataclass(frozen=True, slots=True, order=True)
+@dataclasses.dataclass(frozen=True, order=True)
 class Slot:
     """The place of a record: a number in the log of an epoch.
 
@@ -43,7 +44,7 @@ class Slot:
     epoch: str
     base: int | None = None
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """Key of the record."""
         return slot(self.version, self.epoch)

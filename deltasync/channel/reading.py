@@ -256,13 +256,16 @@ class ChannelReader:
 
     def _check(self, found: Record, key: str) -> None:
         """Check the run of a record, and the bytes that it names."""
-        if found.run_id != self.channel().run_id and not self._confirmed:
+        channel = self.channel()
+        if found.run_id != channel.run_id and not self._confirmed:
             self.check_run()
-        expected = self.channel().run_id
-        if found.run_id != expected:
-            raise CorruptDataError(f"{key} belongs to run {found.run_id}, this channel to run {expected}.")
+            channel = self.channel()
+        if found.run_id != channel.run_id:
+            raise CorruptDataError(
+                f"{key} belongs to run {found.run_id}, this channel to run {channel.run_id}."
+            )
         self._confirmed = True
-        if found.payload_bytes - found.body_bytes > self.channel().most_payload_bytes:
+        if found.payload_bytes - found.body_bytes > channel.most_payload_bytes:
             raise CorruptDataError(
                 f"{key} names {found.payload_bytes:,} bytes, which is more than the channel's tensors take."
             )

@@ -24,6 +24,7 @@ INLINE_BYTES = 4 << 20  # largest payload that is stored inside its record, in b
 
 _LENGTH = struct.Struct("<Q")
 _NO_DIGEST = "0" * 64
+_MOST_BODY_BYTES = (1 << 63) - 1  # a document has room to name it, so its size is known before the body's
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,26 +74,20 @@ def encode(record: Record, key: str, payload: Encoded | None, signer: Signer | N
     """Make the object of a record to be stored at `key`; `body_bytes` and `body_sha256` are filled in
     here.
     """
-    payload, size = payload or Encoded({}, {}), 0
-    while True:  # the header names the length of the document, the document that of the header
-        front = payload.of_record(size + _LENGTH.size)
-        filled = dataclasses.replace(record, body_bytes=sum(map(len, front)), body_sha256=_NO_DIGEST)
-        if len(document := _sealed(filled, key, signer)) == size:
-            break
-        size = len(document)
+    payload = payload or Encoded({}, {})
+    widest = dataclasses.replace(record, body_bytes=_MOST_BODY_BYTES, body_sha256=_NO_DIGEST)
+    document_bytes = len(documents.encode(widest))
+    size = document_bytes if signer is None else document_bytes + signing.SIGNATURE_BYTES
+    front = payload.of_record(size + _LENGTH.size)
     digest = hashlib.sha256()
     for part in front:
         digest.update(part)
-    filled = dataclasses.replace(filled, body_sha256=digest.hexdigest())
-    end = _sealed(filled, key, signer) + _LENGTH.pack(size)
+    filled = dataclasses.replace(record, body_bytes=sum(map(len, front)), body_sha256=digest.hexdigest())
+    document = documents.encode(filled, document_bytes)
+    end = (document if signer is None else signer.seal(key, document)) + _LENGTH.pack(size)
     digest.update(end)
     data = b"".join((*front, end))
     return StoredRecord(key, digest.hexdigest(), len(data), filled, data)
-
-
-def _sealed(record: Record, key: str, signer: Signer | None) -> bytes:
-    document = documents.encode(record)
-    return document if signer is None else signer.seal(key, document)
 
 
 def encode_checked(

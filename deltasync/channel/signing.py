@@ -25,6 +25,10 @@ logger = logging.getLogger(__name__)
 
 _END = re.compile(rb',"signature":\{"key":"([0-9a-f]{64})","ed25519":"([0-9a-f]{128})"\}\}\n')
 _END_BYTES = 230
+
+SIGNATURE_BYTES = _END_BYTES - len(b"}\n")
+"""By how many bytes a signature makes a document longer."""
+
 _LINE = re.compile(r"([0-9a-f]{64})(\s.*)?")
 
 

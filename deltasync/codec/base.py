@@ -148,7 +148,7 @@ class Encoded:
         `.record`.
 
         Args:
-            record_bytes: Size of the last entry `.record`. A larger size never makes the header shorter.
+            record_bytes: Size of the last entry `.record`.
         """
         from deltasync.tensors.bits import spec_of
 

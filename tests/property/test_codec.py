@@ -375,15 +375,6 @@ def test_a_body_is_a_file_whose_last_entry_is_the_record(named: list[str], recor
                 np.testing.assert_array_equal(opened.get_tensor(".record").numpy(), document)
 
 
-@given(st.integers(0, 10_000), st.integers(0, 10_000))
-def test_a_longer_record_never_shortens_its_body(one: int, other: int) -> None:
-    arrays = {"w": torch.zeros(10)}
-    lengths = [
-        sum(map(len, Encoded(arrays, {}).of_record(record_bytes))) for record_bytes in sorted((one, other))
-    ]
-    assert lengths == sorted(lengths)
-
-
 @pytest.mark.parametrize("name", ["__metadata__", ".record"])
 def test_a_tensor_cannot_have_a_name_of_the_container(name: str) -> None:
     with pytest.raises(ModelMismatchError, match=name):
