@@ -1,7 +1,7 @@
 """Following a channel: the cursor, the one loop (`Follow`), and its target in host memory."""
 
 from deltasync.following.cursor import Cursor
-from deltasync.following.loop import Follow
+from deltasync.following.follow import Follow
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
 from deltasync.following.status import Commit, Status
@@ -21,7 +21,6 @@ __all__ = [
     "StagedVersion",
     "Status",
     "Target",
-    "loop",
     "replica",
     "search",
     "state",

@@ -1,7 +1,7 @@
-"""The one follow loop: settle, refresh and plan, stage, commit, report. Every engine is a `Target` of it.
+"""The one loop that follows: settle, refresh and plan, stage, commit, report. Every engine is a `Target` of it.
 
-`Follow.catch_up` runs it in the caller's thread; `Follow.start` in a daemon thread, so that a hung store
-stops nothing else.
+`Loop.catch_up` runs it in the caller's thread; `Follow.start` in a daemon thread, so that a hung store stops
+nothing else.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from typing import Any
 
 import msgspec
@@ -22,27 +21,25 @@ from deltasync.channel.documents import VersionId
 from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.config import Pin, ReplicaSettings, pin_text
+from deltasync.config import Pin, ReplicaSettings
 from deltasync.errors import (
-    AckTimeoutError,
     ApplyError,
     ConfigError,
     CorruptDataError,
     DeltaSyncError,
     FingerprintMismatchError,
     MissingVersionError,
-    StageError,
     TransientStoreError,
     get_logger,
-    printable,
 )
-from deltasync.following.cursor import Cursor, identify
+from deltasync.following.cursor import Cursor
+from deltasync.following.identify import identify
 from deltasync.following.poll import Poll
 from deltasync.following.state import Health, State, Waits
-from deltasync.following.status import SHOWN, Commit, Status
-from deltasync.following.target import Heartbeats, Observer, Target
+from deltasync.following.status import Commit
+from deltasync.following.target import Observer, Target
 from deltasync.stores.base import ObjectInfo
-from deltasync.threads import NO_THREADS, Home, daemon
+from deltasync.threads import Home
 
 logger = get_logger(__name__)
 
@@ -53,14 +50,12 @@ first.
 
 _DETOURS = 8  # chains that `catch_up` gives up before it raises
 _STEP_S = 60.0  # how long a caller waits for a step of another thread
-_STOP_S = 5.0  # how long `stop` waits for the thread, which a store may hold
 
 
-class Follow:
+class Loop:
     """Keeps a target at the version of a channel that its pin points to.
 
-    Steps run one at a time, in the thread of `start` or in the caller's. Everything else may be called from
-    any thread.
+    Steps run one at a time, in the caller's thread.
 
     Attributes:
         reader: The channel.
@@ -77,7 +72,6 @@ class Follow:
         settings: ReplicaSettings,
         *,
         observer: Observer | None = None,
-        heartbeats: Heartbeats | None = None,
         prefetch: bool = True,
         log: logging.Logger = logger,
     ) -> None:
@@ -86,13 +80,12 @@ class Follow:
         self.commits: deque[Commit] = deque(maxlen=limits.HISTORY)
         self.health = Health(target, self.cursor, settings)
         self.waits = Waits(target, self.cursor, settings.pin)
-        self._observer, self._heartbeats, self._log = observer, heartbeats, log
+        self._observer, self._log = observer, log
         self._poll = Poll(settings.poll_interval_s)
         self._home = Home("replica")
         self._audited_s: float | None = None  # None before the target was opened
         self._stepping: Any = threading.RLock()
         self._wake, self._ended = threading.Event(), threading.Event()
-        self._thread: threading.Thread | None = None
 
     @property
     def identity(self) -> VersionId | None:
@@ -104,189 +97,6 @@ class Follow:
         """The number of this version."""
         identity = self.target.version
         return None if identity is None else identity.version
-
-    @property
-    def newest(self) -> int | None:
-        """The number of the newest version that is known."""
-        return self.cursor.tip.number or None
-
-    @property
-    def error(self) -> str | None:
-        """The reason that keeps the replica from newer versions, in one sentence; None if nothing does."""
-        return self.health.stale or self.health.error
-
-    @property
-    def why(self) -> str:
-        """Why it is not at the newest version, for a wait that was in vain: the error, and a pin; may be
-        empty.
-        """
-        return f"{self.error or ''}{'' if self.pin is None else f' It is pinned: {self.pin}.'}".strip()
-
-    @property
-    def state(self) -> str:
-        """The state, one of those of `Status.state`."""
-        return self.health.shown.value
-
-    @property
-    def not_ready(self) -> str | None:
-        """Why this replica should get no requests, in one sentence; None if it serves a version that is new
-        enough.
-        """
-        return self.health.not_ready(self.pin)
-
-    def status(self, commit_count: int = limits.HISTORY) -> Status:
-        """Return the status, with the last `commit_count` commits."""
-        health, identity, trusted = self.health, self.identity, self.reader.trusted
-        return Status(
-            replica_id=health.settings.replica_id,
-            boot=None if self._heartbeats is None else self._heartbeats.boot,
-            channel=self.reader.store.url,
-            run_id=self.reader.run_id,
-            state=self.state,
-            version=self.version,
-            epoch=None if identity is None else identity.epoch,
-            sha256=None if identity is None else identity.sha256,
-            newest_version=self.newest,
-            pin=None if self.pin is None else pin_text(self.pin),
-            followed_s_ago=health.stuck_s if health.has_followed else None,
-            state_s=health.state_s,
-            error=self.error,
-            trusted_keys=None if trusted is None else trusted.names,
-            ignored_tensors=len(self.target.ignored),
-            ignored=[printable(name) for name in self.target.ignored[:SHOWN]],
-            commits=list(self.commits)[-commit_count:] if commit_count else [],
-        )
-
-    # Pins and waiting
-
-    @property
-    def pin(self) -> Pin:
-        """The version that it stays at; None if it takes every new one."""
-        return self.waits.pin
-
-    def check_pin(self, pin: Pin) -> None:
-        """Ask the store whether the version is there.
-
-        Raises:
-            MissingVersionError: it is not.
-            StoreError: the store did not answer.
-        """
-        if pin is not None and self.version != pin:
-            self.reader.numbered(pin)
-
-    def set_pin(self, pin: Pin, *, checked: bool = False) -> None:
-        """Take other versions from now on. Raises as `check_pin`, unless that was called; the pin then stays
-        as it was.
-        """
-        if not checked:
-            self.check_pin(pin)
-        self.waits.set_pin(pin)
-        self.poke()
-
-    def poke(self) -> None:
-        """Make the loop refresh now, because somebody waits.
-
-        Raises:
-            ConfigError: this process is a fork of the replica's, in which nothing follows.
-        """
-        self._home.check()
-        self.waits.asked = True
-        self._wake.set()
-
-    def request(self, version: int | None = None, step: int | None = None) -> Future[int]:
-        """Refresh now, and return a future of the version served once that version is reached. Cancel it
-        after use.
-
-        Args:
-            version: This version or a later one; while the replica is pinned to a number exactly this one.
-            step: A version of the newest epoch, of this step of the trainer or a later one.
-
-        With neither, it waits for the version that the pin points to now. The future raises ApplyError if a
-        pin, now or after a change, keeps the replica from there.
-
-        Raises:
-            ConfigError: as `poke`.
-        """
-        self._home.check()
-        future = self.waits.future(version, step)
-        self.poke()
-        return future
-
-    def wait(self, version: int | None = None, timeout_s: float = 60.0) -> int:
-        """Wait until this version or a later one is live; by default any. Pinned to a number, exactly that
-        version.
-
-        Raises:
-            AckTimeoutError: it is not after `timeout_s`; it says why.
-            ApplyError: the pin keeps the replica from there.
-        """
-        wanted = 1 if version is None else version
-        if version is None and self.version is not None:
-            return self.version
-        future = self.request(wanted if version is not None or self.pin is None else self.pin)
-        try:
-            return future.result(timeout_s)
-        except TimeoutError:
-            raise AckTimeoutError(
-                f"After {timeout_s:g} s the weights are version {self.version}, not {wanted}. {self.why}".rstrip()
-            ) from None
-        finally:
-            future.cancel()
-
-    # The loop
-
-    def start(self) -> None:
-        """Follow in a daemon thread until `stop`.
-
-        Raises:
-            StageError: no thread can be started now; a later call may.
-        """
-        thread = daemon("follow", self.run)
-        try:
-            thread.start()
-        except RuntimeError as error:
-            raise StageError(f"Nothing is followed: {NO_THREADS} ({error}).") from None
-        self._thread = thread
-
-    def end(self) -> None:
-        """Have `run` return after the step that is under way."""
-        self._ended.set()
-        self._wake.set()
-
-    def stop(self) -> None:
-        """Stop following, and write the last heartbeat; for a bounded time, whatever the store does.
-
-        In a fork of the replica's process nothing is done: the replica goes on there.
-        """
-        if not self._home.is_here:
-            return
-        self.end()
-        self.target.close()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_STOP_S)
-        self.health.stop()
-        if self._heartbeats is not None:
-            self._heartbeats.stop(self.status(0))
-
-    def run(self) -> None:
-        """Follow in this thread until `stop`."""
-        if self._heartbeats is not None:
-            self._heartbeats.run(lambda: self.status(0), self._ended, self.poke)
-        with self._poll.watching(self.reader.store, self._on_change):
-            while not self._ended.is_set():
-                self._wake.clear()
-                before, failure = self.identity, None
-                try:
-                    self.step(audits=True)
-                except (KeyboardInterrupt, SystemExit):
-                    raise
-                except BaseException as error:  # noqa: BLE001 - reported by `step`; the weights stay as they are
-                    failure = error if self.health.state != State.WAITING else None
-                if self._heartbeats is not None:
-                    self._heartbeats.update(self.status(0))
-                if self._ended.is_set():
-                    return
-                self._wake.wait(self._delay_s(before, failure))
 
     def _delay_s(self, before: VersionId | None, failure: BaseException | None) -> float:
         took = self.cursor.took_announced
@@ -366,7 +176,7 @@ class Follow:
             try:
                 if known is not None:
                     self.cursor.announce(known)
-                if is_done := self._step(self.pin if pin is None else pin, ahead, audits):
+                if is_done := self._step(self.waits.pin if pin is None else pin, ahead, audits):
                     self.waits.caught_up = begun
                 self._report(None)
                 return is_done

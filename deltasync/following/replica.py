@@ -17,8 +17,8 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import Pin, ReaderSettings, ReplicaSettings, whole_number
 from deltasync.errors import NotPublishedError
-from deltasync.following.cursor import identify, tied
-from deltasync.following.loop import Follow
+from deltasync.following.identify import identify, tied
+from deltasync.following.loop import Loop
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.following.weights import LiveWeights, StagedVersion
@@ -158,7 +158,7 @@ class Replica:
         if not isinstance(channel, ChannelReader):
             channel = ChannelReader(open_failover(channel), settings.trusted_keys)
         self._target = MemoryTarget(channel)
-        self._follow = Follow(channel, self._target, ReplicaSettings(max_age_s=settings.max_age_s))
+        self._follow = Loop(channel, self._target, ReplicaSettings(max_age_s=settings.max_age_s))
 
     def __repr__(self) -> str:
         return f"Replica({self._follow.reader.store.url!r}, version={self._follow.version})"

@@ -27,7 +27,7 @@ from urllib.parse import parse_qsl, unquote_to_bytes
 import msgspec
 
 from deltasync.errors import AckTimeoutError, ApplyError, ConfigError, DeltaSyncError
-from deltasync.following.loop import Follow
+from deltasync.following import Follow
 from deltasync.serve.requests import Refused
 
 VERSION_HEADER = "x-deltasync-version"

@@ -16,7 +16,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import CommitError, DeltaSyncError
-from deltasync.following.loop import Follow
+from deltasync.following import Follow
 from deltasync.following.status import Commit
 
 _LONG_S = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)

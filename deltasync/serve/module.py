@@ -30,7 +30,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import ReplicaSettings, parse_pin, pin_text
 from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError
-from deltasync.following.loop import Follow
+from deltasync.following import Follow
 from deltasync.following.status import Commit, Status
 from deltasync.following.target import Identify
 from deltasync.following.weights import StagedVersion

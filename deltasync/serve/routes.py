@@ -31,7 +31,7 @@ from fastapi.responses import Response
 from deltasync import limits
 from deltasync.config import ReplicaSettings, parse_pin, pin_text
 from deltasync.errors import ApplyError, ConfigError, DeltaSyncError, MissingVersionError
-from deltasync.following.loop import Follow
+from deltasync.following import Follow
 from deltasync.serve import calls
 from deltasync.serve.constraint import VersionConstraint, require_version, wait, wait_until_met
 from deltasync.serve.engine import Failure, parse

@@ -205,7 +205,7 @@ class TargetContract:
     def test_a_store_that_hangs_is_seen_and_left(self, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("deltasync.following.state.STALE_S", 0.3)
         monkeypatch.setattr("deltasync.following.state.STALE_POLLS", 0)
-        monkeypatch.setattr("deltasync.following.loop._STOP_S", 0.3)
+        monkeypatch.setattr("deltasync.following.follow._STOP_S", 0.3)
         monkeypatch.setattr("deltasync.serve.heartbeats._TICK_S", 0.01)
         bench.beats._interval_s = 0.05
         bench.publish()

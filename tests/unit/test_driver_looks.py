@@ -322,7 +322,7 @@ def test_status_of_a_server_whose_store_hangs_is_answered(
 def test_a_store_that_hangs_keeps_no_server_from_its_end(
     engine: Engine, trainer: Trainer, store: FaultyStore, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deltasync.following.loop._STOP_S", 0.2)
+    monkeypatch.setattr("deltasync.following.follow._STOP_S", 0.2)
     monkeypatch.setattr("deltasync.serve.heartbeats._LAST_S", 0.2)
     trainer.publish()
     with serving(engine, monkeypatch, CHANNEL=memory_url) as client:

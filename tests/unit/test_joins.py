@@ -17,7 +17,7 @@ from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
 from deltasync.errors import MissingVersionError, NotPublishedError
-from deltasync.following.loop import Follow
+from deltasync.following.follow import Follow
 from deltasync.following.replica import MemoryTarget
 from deltasync.ops import check_join
 from deltasync.ops.cli import main

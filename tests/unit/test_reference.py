@@ -25,7 +25,7 @@ from deltasync.errors import (
     ModelMismatchError,
 )
 from deltasync.following import Cursor, LiveWeights
-from deltasync.following.cursor import identify
+from deltasync.following.identify import identify
 from deltasync.live import LiveMemory, model_fingerprint
 from deltasync.opening import checkpoint, references
 from deltasync.ops import KeepPolicy

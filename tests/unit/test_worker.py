@@ -20,7 +20,7 @@ from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CommitError, ConfigError, DeltaSyncError, ModelMismatchError
 from deltasync.following import Cursor
-from deltasync.following.cursor import identify
+from deltasync.following.identify import identify
 from deltasync.kernels import native
 from deltasync.kernels.backend import Backend
 from deltasync.live import model_fingerprint
