@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
 from deltasync.errors import CorruptDataError, ObjectMissingError, StoreError, TransientStoreError
@@ -98,6 +98,10 @@ class FaultyStore(WrappedStore):
         shown = (info for info in super().list(prefix) if not self._hidden(info.key) and info.key not in late)
         flood = (info for info in self._flood if info.key.startswith(prefix))
         return itertools.chain(map(self._aged, shown), flood)
+
+    def folders(self, prefix: str) -> Sequence[str]:
+        found = (info.key.removeprefix(prefix).partition("/") for info in self.list(prefix))
+        return [*{f"{prefix}{name}/" for name, slash, _ in found if slash}]
 
     def _aged(self, info: ObjectInfo) -> ObjectInfo:
         return dataclasses.replace(

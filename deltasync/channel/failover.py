@@ -17,7 +17,7 @@ from deltasync.channel.documents import Head
 from deltasync.channel.keys import Slot
 from deltasync.errors import ConfigError, FormatError, ObjectMissingError, StoreError, get_logger
 from deltasync.stores import open_store
-from deltasync.stores.base import ObjectInfo, Store, Watch, WrappedStore
+from deltasync.stores.base import ObjectInfo, Store, Watch, WrappedStore, folders
 from deltasync.threads import daemon, each
 
 logger = get_logger(__name__)
@@ -75,6 +75,9 @@ class FailoverStore(WrappedStore):
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return iter(self._ask_failover(lambda store: [*store.list(prefix)]))
+
+    def folders(self, prefix: str) -> Sequence[str] | None:
+        return self._ask_failover(lambda store: folders(store, prefix))
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
         return None  # it would watch one store while another one is read

@@ -26,6 +26,7 @@ FOLDER = 1000  # numbers whose records share a folder
 _EPOCH = r"[0-9]{6}-[0-9a-f]{8}"
 _VERSION = r"[0-9]{10}"
 _SLOT = re.compile(rf"versions/([0-9]{{7}})/({_VERSION})\.({_EPOCH})\.safetensors")
+_FOLDER = re.compile(r"versions/[0-9]{7}/")
 _COMPACTION = re.compile(rf"compactions/({_VERSION})-({_VERSION})\.({_EPOCH})\.safetensors")
 _ANNOUNCEMENT = re.compile(rf"announcements/({_VERSION})\.({_EPOCH})\.safetensors")
 _EPOCH_DOCUMENT = re.compile(rf"epochs/({_EPOCH})\.json")
@@ -75,6 +76,11 @@ def epoch_number(epoch: str) -> int:
 def folder(version: int) -> str:
     """Folder of the records of a version; a thousand numbers share one."""
     return f"{VERSIONS}{version // FOLDER:07d}/"
+
+
+def is_folder(name: str) -> bool:
+    """Whether this is the name of a folder of records."""
+    return _FOLDER.fullmatch(name) is not None
 
 
 def slot(version: int, epoch: str) -> str:

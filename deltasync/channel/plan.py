@@ -181,14 +181,15 @@ class _Search:
     def listed(self, have: VersionId | None, *, of_all: bool = False) -> tuple[list[Edge], bool]:
         """Return the edges by listings, and whether they are of all records, not only of those since a start.
 
-        A record with none before it may be full weights, or a compaction may lead to its base.
+        A record that a compaction starts from, or with none before it, may be full weights; or a compaction may lead
+        to its base.
         """
         full_bytes = weight_bytes(self._reader.specs.values())
         shortcuts = self._reader.shortcuts()
-        oldest = 1 if of_all else self._oldest(have, [span for span, _ in shortcuts])
+        base, oldest = (1, 1) if of_all else self._start(have, [span for span, _ in shortcuts])
         slots = {
             slot.version: (slot, info)
-            for slot, info in self._records_since(oldest)
+            for slot, info in self._records_since(base, oldest)
             if slot.epoch <= self._target.epoch
         }
         compacted = {span.version for span, _ in shortcuts if span.base}
@@ -197,7 +198,7 @@ class _Search:
             self._epochs[version], self._known[info.key] = slot.epoch, info
             if version > 1:
                 edges.append(Edge(version - 1, version, info.bytes))
-            if version - 1 not in slots and (oldest == 1 or version > oldest):
+            if version == base or (version - 1 not in slots and (oldest == 1 or version > oldest)):
                 # Full weights; or, if a compaction leads to it, most likely a delta whose base was forgotten.
                 edges.append(Edge(0, version, info.bytes + full_bytes * (2 if version in compacted else 1)))
         for span, info in shortcuts:
@@ -210,22 +211,35 @@ class _Search:
                 )
         return edges, oldest == 1
 
-    def _oldest(self, have: VersionId | None, shortcuts: Iterable[Slot]) -> int:
-        """Return the first number of the folder in which chains start: from the version that the replica has,
-        or from the newest announced anchor. 1 if there is neither, or too many folders follow.
+    def _start(self, have: VersionId | None, shortcuts: Iterable[Slot]) -> tuple[int, int]:
+        """Return the record of full weights that chains start from, 0 for none, and the first number of the folder
+        from which on all records are listed.
+
+        Chains start from the version that the replica has, or else from the base of the shortcut that leads to the
+        newest version. Both are 1 if there is neither, or if too many folders follow.
         """
         target = self._target.version
-        anchors = (span.version for span in shortcuts if span.base == 0 and span.version <= target)
-        start = max(anchors, default=1) if have is None else have.version
-        oldest = start - start % keys.FOLDER
-        return oldest if 0 < oldest > target - _FOLDERS * keys.FOLDER else 1
+        least = target - _FOLDERS * keys.FOLDER  # for the first number
+        spans = [span for span in shortcuts if span.version <= target]
+        base, last = 1, 0
+        if have is not None and have.version - have.version % keys.FOLDER > least:
+            base, last = 0, have.version
+        elif spans:
+            newest = max(spans, key=lambda span: (span.version, not span.base))
+            is_announced = any(span.version == newest.base for span in spans if not span.base)
+            base, last = 0 if is_announced else newest.base or 0, newest.version
+        oldest = last - last % keys.FOLDER
+        return (base, oldest) if oldest > max(0, least) else (1, 1)
 
-    def _records_since(self, oldest: int) -> list[tuple[Slot, ObjectInfo]]:
-        """List the records from the first number of a folder up to the target; all records from 1 on."""
+    def _records_since(self, base: int, oldest: int) -> list[tuple[Slot, ObjectInfo]]:
+        """List the records of the folder of a version, if it is not 0, and those from the first number of a folder
+        up to the target; all records from 1 on.
+        """
         if oldest == 1:
             return self._reader.slots()
-        firsts = range(oldest, self._target.version + 1, keys.FOLDER)
-        return [listed for first in firsts for listed in self._reader.slots(keys.folder(first))]
+        firsts = [base or oldest, *range(oldest, self._target.version + 1, keys.FOLDER)]
+        names = dict.fromkeys(keys.folder(first) for first in firsts)
+        return [listed for name in names for listed in self._reader.slots(name)]
 
     def read(self, have: VersionId | None, edges: Sequence[Edge]) -> list[StoredRecord]:
         """Read the objects of these edges, the last first. Raises _UnreadableError."""

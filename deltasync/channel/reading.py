@@ -26,11 +26,13 @@ from deltasync.errors import (
     RunMismatchError,
     StoreError,
 )
-from deltasync.stores.base import ObjectInfo, Store
+from deltasync.stores.base import ObjectInfo, Store, folders
 from deltasync.stores.cache import CachedStore
 from deltasync.tensors import Layout, TensorSpec
 
 _Document = TypeVar("_Document", Channel, Head, EpochDocument)
+
+_FOLDERS = 16  # of the newest records that are listed one by one; beyond them all records are listed
 
 _END_BYTES = 1 << 14  # of a record; nearly all documents fit
 
@@ -335,6 +337,46 @@ class ChannelReader:
         ]
         return sorted(found, key=lambda pair: pair[0])
 
+    def folders(self) -> list[str] | None:
+        """List the folders of records, the newest first; None if the store cannot list folders alone."""
+        found = folders(self.store, keys.VERSIONS)
+        return None if found is None else sorted(filter(keys.is_folder, found), reverse=True)
+
+    def newest_slots(self) -> list[tuple[Slot, ObjectInfo]]:
+        """List the newest records, as `slots`: those of the epoch that goes on, or of all, and at least one more
+        than `limits.DAMAGED_RECORDS` if there are as many.
+
+        The folders are listed from the newest one back. Records of an epoch that forked off long before are found
+        too: its document says after which version they begin.
+        """
+        found: list[tuple[Slot, ObjectInfo]] = []
+        names = self.folders()
+        for name in (names or [])[:_FOLDERS]:
+            found = self.slots(name) + found
+            if len(found) > limits.DAMAGED_RECORDS and self._go_on_in(found, name):
+                return found
+        return self.slots() if names is None or len(names) > _FOLDERS else found
+
+    def _go_on_in(self, listed: Sequence[tuple[Slot, ObjectInfo]], oldest: str) -> bool:
+        """Whether these records, all from a folder on, include the greatest epoch that has any."""
+        greatest = max(slot.epoch for slot, _ in listed)
+        for epoch in reversed(self.epochs()):
+            if epoch <= greatest:
+                return True
+            opening = self.opening(epoch)
+            if opening is None or opening.continues is None:
+                return False
+            if keys.folder(opening.continues.version + 1) < oldest:
+                return False
+        return True
+
+    def slots_from(self, version: int) -> list[tuple[Slot, ObjectInfo]]:
+        """List the records, as `slots`, from the folder of this version on."""
+        first, names = keys.folder(version), self.folders()
+        if names is None:
+            return [pair for pair in self.slots() if keys.folder(pair[0].version) >= first]
+        return [pair for name in reversed(names) if name >= first for pair in self.slots(name)]
+
     def compactions(self) -> list[tuple[Slot, ObjectInfo]]:
         """List the compactions."""
         return self.shortcuts(keys.COMPACTIONS)
@@ -364,7 +406,7 @@ class ChannelReader:
 
         Raises FormatError if there are records, and none of the newest `limits.DAMAGED_RECORDS` can be read.
         """
-        found, damaged = self.newest_readable(self.slots())
+        found, damaged = self.newest_readable(self.newest_slots())
         if found is None and damaged is not None:
             raise damaged
         return found

@@ -324,10 +324,10 @@ class Search:
         return False
 
     def _list(self) -> None:
-        """Find the newest version that can be read by a listing of all records. Raises as `refresh`."""
+        """Find the newest version that can be read by a listing of the newest records. Raises as `refresh`."""
         reader, tip = self._reader, self._tip
         reader.check_run()
-        listing = reader.slots()
+        listing = reader.newest_slots()
         self._reads.compare(listing)
         stored, damaged = reader.newest_readable(listing)
         if stored is None:

@@ -212,7 +212,9 @@ class _Opener:
                     )
                 end = taken
             later = [
-                slot for slot, _ in self._reader.slots() if slot.epoch == end.epoch and slot > end.next_slot
+                slot
+                for slot, _ in self._reader.slots_from(end.next_slot.version)
+                if slot.epoch == end.epoch and slot > end.next_slot
             ]
             if not later:
                 return end.version, epoch
@@ -248,7 +250,7 @@ class _Opener:
 
     def _end(self, channel: Channel) -> _End:
         """Return the end of the log. Head and a listing may lie, lag or be cut, so they only say where to begin."""
-        listed, head = self._reader.slots(), self._retried(self._reader.head)
+        listed, head = self._reader.newest_slots(), self._retried(self._reader.head)
         newest, _ = self._reader.newest_readable(listed)
         hints = [] if head is None else [head.newest.slot]
         hints += [] if newest is None else [Slot(newest.record.version, newest.record.epoch)]
@@ -258,7 +260,7 @@ class _Opener:
         end = self._followed(_End(None, channel.epoch))
         if end.version is None and listed:
             raise ChannelInUseError(
-                f"{self._store.url} holds {len(listed):,} records, and none of the newest can be read. Nothing was "
+                f"{self._store.url} holds records, and none of the newest can be read. Nothing was "
                 "written: see `deltasync check`, then `deltasync repair`, or use another URL."
             )
         return end

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from deltasync.channel import plan
+from deltasync.channel import keys, plan
 from deltasync.channel.documents import Record, VersionId
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
@@ -119,12 +119,15 @@ def _given(counts: dict[str, int] | None, problem: BaseException | None) -> dict
 def versions_at(reader: ChannelReader, tip: VersionId | None, step: int) -> list[tuple[VersionId, str]]:
     """Return the run's versions of a trainer's step with their fingerprints, newest first.
 
-    Within an epoch steps ascend, and it is searched by halves; a trainer that goes back to a checkpoint
-    begins an epoch.
+    Within an epoch steps ascend: its folders are listed from the newest one back to the step, and searched by
+    halves. A trainer that goes back to a checkpoint begins an epoch.
     """
-    listed, found = dict[str, list[tuple[Slot, ObjectInfo]]](), list[tuple[VersionId, str]]()
-    for slot, info in reader.slots():
-        listed.setdefault(slot.epoch, []).append((slot, info))
+    found, names = list[tuple[VersionId, str]](), reader.folders()
+    names = [keys.VERSIONS] if names is None else names
+
+    @functools.cache
+    def listed(name: str) -> list[tuple[Slot, ObjectInfo]]:
+        return reader.slots(name)
 
     @functools.cache
     def document(info: ObjectInfo) -> Record | None:
@@ -133,17 +136,27 @@ def versions_at(reader: ChannelReader, tip: VersionId | None, step: int) -> list
         return None
 
     while tip is not None:
-        number = tip.version
-        slots = [pair for pair in listed.get(tip.epoch, ()) if pair[0].version <= number]
+        slots: list[tuple[Slot, ObjectInfo]] = []
+        opening = reader.opening(tip.epoch)
+        before = None if opening is None else opening.continues
+        knows_before = before is not None or tip.epoch == reader.channel().epoch
 
         def step_at(at: int) -> int:
             """The step of a version, or of the one before it if it has none."""
-            for _, info in slots[max(0, at - _WITHOUT_STEP) : at + 1][::-1]:  # noqa: B023 - used before the next epoch
+            for _, info in slots[max(0, at - _WITHOUT_STEP) : at + 1][::-1]:  # noqa: B023 - used in this round only
                 record = document(info)
                 if record is not None and record.step is not None:
                     return record.step
             return _LEAST
 
+        for name in names:
+            if name > keys.folder(tip.version):
+                continue
+            slots = [pair for pair in listed(name) if _is_up_to(tip, pair[0])] + slots
+            if before is not None and name <= keys.folder(before.version + 1):
+                break
+            if knows_before and _LEAST < step_at(min(_WITHOUT_STEP, len(slots)) - 1) < step:
+                break  # what is before has smaller steps
         end = bisect.bisect_right(range(len(slots)), step, key=step_at)
         for slot, info in slots[max(0, end - _WITHOUT_STEP) : end][::-1]:
             record = document(info)
@@ -153,9 +166,13 @@ def versions_at(reader: ChannelReader, tip: VersionId | None, step: int) -> list
                 with contextlib.suppress(*_UNREADABLE):  # a document alone is read without its digest
                     stored = reader.stored(slot.key)
                     found.append((stored.version, str(stored.record.fingerprint)))
-        first = document(slots[0][1]) if slots else None
-        tip = None if first is None else first.base
+        first = document(slots[0][1]) if slots and not knows_before else None
+        tip = before if first is None else first.base
     return found
+
+
+def _is_up_to(tip: VersionId, slot: Slot) -> bool:
+    return slot.epoch == tip.epoch and slot.version <= tip.version
 
 
 def _mismatch(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from deltasync.errors import ConfigError, CorruptDataError
@@ -116,7 +116,10 @@ class Store(Protocol):
         ...
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Yield the finished objects whose key starts with `prefix` and is valid, in ascending key order."""
+        """Yield the finished objects whose key starts with `prefix` and is valid, in ascending key order.
+
+        A store may also have `folders(prefix)`: see the function of this name.
+        """
         ...
 
     def delete(self, *keys: str) -> None:
@@ -178,12 +181,24 @@ class WrappedStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return iter(self.ask("list", prefix, lambda: [*self.inner.list(prefix)]))
 
+    def folders(self, prefix: str) -> Sequence[str] | None:
+        return self.ask("list", prefix, lambda: folders(self.inner, prefix))
+
     def delete(self, *keys: str) -> None:
         if keys:
             self.ask("delete", keys[0], lambda: self.inner.delete(*keys))
 
     def watch(self, prefix: str, on_change: Callable[[ObjectInfo | None], None]) -> Watch | None:
         return self.inner.watch(prefix, on_change)
+
+
+def folders(store: Store, prefix: str) -> Sequence[str] | None:
+    """Return the folders under a prefix that ends with `/`, in any order, each with the prefix and a final `/`.
+
+    None if the store cannot list folders without the objects in them. Raises like `Store.list`.
+    """
+    listed: Callable[[str], Sequence[str] | None] | None = getattr(store, "folders", None)
+    return None if listed is None else listed(prefix)
 
 
 def check_key(key: str) -> str:

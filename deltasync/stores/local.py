@@ -115,6 +115,17 @@ class LocalStore:
                 raise self._failed("/".join(folders), "read", error) from error
         yield from sorted(found, key=lambda info: info.key)
 
+    def folders(self, prefix: str) -> Sequence[str]:
+        """List one folder. See `base.folders`."""
+        parts = prefix.split("/")[:-1]
+        try:
+            with self._folder(parts) as start, os.scandir(start) as entries:
+                return [f"{prefix}{entry.name}/" for entry in entries if entry.is_dir(follow_symlinks=False)]
+        except OSError as error:
+            if error.errno not in _ABSENT or self._has_link(parts):
+                raise self._failed("/".join(parts), "read", error) from error
+            return []
+
     def _walk(self, folder: int, inside: str, prefix: str) -> Iterator[ObjectInfo]:
         """Yield the files below a folder whose path starts with `prefix`. Those that disappear meanwhile are
         left out.

@@ -164,6 +164,18 @@ class ObstoreStore:
                 )
         return found
 
+    def folders(self, prefix: str) -> Sequence[str] | None:
+        """List with a delimiter. None where a key of another program hides the others. See `base.folders`."""
+
+        def listed() -> Sequence[str] | None:
+            try:
+                level = obstore.list_with_delimiter(self.client(is_long=True), prefix.rstrip("/"))
+            except InvalidPathError:
+                return None
+            return [f"{folder}/" for folder in level["common_prefixes"]]
+
+        return self._repeated(prefix, "list", listed)
+
     def delete(self, *keys: str) -> None:
         """Delete many keys in one request if the store supports it. See `Store.delete`."""
         for key in keys:

@@ -25,6 +25,7 @@ from deltasync.errors import (
     StoreError,
 )
 from deltasync.stores import ObjectInfo, Store
+from deltasync.stores.base import folders
 from deltasync.stores.retries import decides
 
 BAD_KEYS = [
@@ -146,6 +147,13 @@ class StoreContract:
         self.fill(store, keys[::-1])
         assert [info.key for info in store.list("many/")] == keys
         assert {info.bytes for info in store.list("many/")} == {1}
+
+    def test_folders_are_listed_without_what_is_in_them(self, store: Store) -> None:
+        for key in ("a/1/x", "a/1/y", "a/2/x/y", "a/3", "a2/1/x", "b/1/x"):
+            store.put(key, b"1")
+        found = folders(store, "a/")
+        assert found is None or sorted(found) == ["a/1/", "a/2/"]
+        assert folders(store, "none/") in ([], None)
 
     def test_deleted_objects_are_gone_and_may_be_created_again(self, store: Store) -> None:
         store.put("a/b", b"one")

@@ -11,7 +11,7 @@ import dataclasses
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from deltasync.channel import keys
@@ -35,6 +35,7 @@ class Kind:
         lag_s: How long a listing may miss a new object.
         edge_s: How long a reader that asked for a missing key may be told so again.
         feeds: Whether it reports changes.
+        folders: Whether it lists folders alone.
     """
 
     name: str
@@ -42,12 +43,13 @@ class Kind:
     lag_s: float = 0.0
     edge_s: float = 0.0
     feeds: bool = False
+    folders: bool = True
 
 
 KINDS = (
     Kind(name="s3"),
     Kind(name="edge", edge_s=5.0),
-    Kind(name="hub", creates=False, lag_s=4.0, edge_s=2.0, feeds=True),
+    Kind(name="hub", creates=False, lag_s=4.0, edge_s=2.0, feeds=True, folders=False),
     Kind(name="ignores", creates=False),  # it claims to decide, and overwrites
 )
 
@@ -240,6 +242,12 @@ class Line:
         elif prefix == keys.REPLICAS:
             self.listed_s = now_s
         return iter([disk.info(key) for key in listed])
+
+    def folders(self, prefix: str) -> Sequence[str] | None:
+        if not self.disk.kind.folders:
+            return None
+        found = (info.key.removeprefix(prefix).partition("/") for info in self.list(prefix))
+        return sorted({f"{prefix}{name}/" for name, slash, _ in found if slash})
 
     def delete(self, *keys: str) -> None:
         for key in keys:

@@ -14,13 +14,14 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
 from cryptography.hazmat.primitives.asymmetric import ed25519
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 
-from deltasync import Publisher, Replica, Retention, ending
+from deltasync import Publisher, Replica, Retention, ending, limits
 from deltasync.channel import keys
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
@@ -547,7 +548,8 @@ class World:
         is_old = replica in [each for _, each in self.replicas]
         if is_prompt and refused > is_old:
             raise Violation(f"a replica reached version {version} after {refused} errors")
-        if is_prompt and not (self.forgets or is_old) and requests < REACHES and spent["list"] > 3:
+        lists = 4 + version // keys.FOLDER  # compactions, announcements, and each folder of records
+        if is_prompt and not (self.forgets or is_old) and requests < REACHES and spent["list"] > lists:
             raise Violation(f"a replica lists {spent['list']} times for version {version}")
         if spent.total() > requests:
             raise Violation(f"a replica reached version {version} with {spent.total()} requests")
@@ -643,7 +645,11 @@ def simulate(
     problem = None
     with tempfile.TemporaryDirectory() as folder:
         world = World(seed, Path(folder), steps, keep_trace, wanted)
-        with world.scheduler.installed(shown(world.scheduler)), group.simulated(), _listening(world):
+        small = mock.patch.object(keys, "FOLDER", 4), mock.patch.object(limits, "DAMAGED_RECORDS", 8)
+        installed = world.scheduler.installed(shown(world.scheduler)), group.simulated(), _listening(world)
+        with contextlib.ExitStack() as stack:
+            for context in (*small, *installed):
+                stack.enter_context(context)
             try:
                 world.run()
             except (Violation, Stuck) as error:

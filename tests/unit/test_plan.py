@@ -91,6 +91,14 @@ class TestFolders:
         assert self.listed(store) == {keys.folder(count - 2), keys.folder(count)}
         assert holds(replica, channel)
 
+    def test_a_join_lists_where_the_newest_compaction_starts_and_ends(self, store: FaultyStore) -> None:
+        channel = made(store, 90, compactions=[(1, 40), (1, 85)])
+        store.calls.clear()
+        replica = Replica(store)
+        assert replica.sync() == 90
+        assert self.listed(store) == {keys.folder(number) for number in (1, 85, 90)}
+        assert holds(replica, channel)
+
     def test_a_replica_behind_lists_the_records_since_its_version(self, store: FaultyStore) -> None:
         channel = made(store, 60)
         channel.announce(identity(store, 5))
@@ -100,18 +108,22 @@ class TestFolders:
         assert self.listed(store) == {keys.folder(number) for number in (41, 51, 60)}
         assert holds(replica, channel)
 
-    @pytest.mark.parametrize("lost", [keys.ANNOUNCEMENTS, f"{keys.VERSIONS}0000005/"])
-    def test_where_the_newest_records_lead_nowhere_all_are_listed(
-        self, store: FaultyStore, lost: str
-    ) -> None:
+    def test_where_the_newest_records_lead_nowhere_all_are_listed(self, store: FaultyStore) -> None:
         channel = made(store, 60, compactions=[(1, 59)])
         channel.announce(identity(store, 48))
-        for info in list(store.list(lost)):
-            store.tamper(info.key, flipped)
+        store.tamper(keys.COMPACTIONS, flipped)
         store.calls.clear()
         replica = Replica(store)
         assert replica.sync() == 60
         assert keys.VERSIONS in self.listed(store)
+        assert holds(replica, channel)
+
+    def test_a_replica_far_behind_lists_as_a_joiner(self, store: FaultyStore) -> None:
+        channel = made(store, 250, compactions=[(1, 245)])
+        replica = at(store, 41)
+        store.calls.clear()
+        replica.sync()
+        assert self.listed(store) == {keys.folder(number) for number in (1, 245, 250)}
         assert holds(replica, channel)
 
     def test_many_folders_are_listed_at_once(self, store: FaultyStore) -> None:
