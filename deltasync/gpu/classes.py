@@ -28,7 +28,6 @@ from deltasync.gpu.coder import LANES, _bucket, _groups, _open, _pull_number, _u
 from deltasync.gpu.common import UNSIGNED, on, popcount
 from deltasync.kernels.rans import RATIO, RATIO_BITS, Classes
 from deltasync.tensors import bounds
-from deltasync.tensors.bits import UNSIGNED as _UNSIGNED
 
 CHUNK = 128
 """Elements of a chunk."""
@@ -375,19 +374,17 @@ def _move_ranked(
     tl.store(to_step_ptr + to, tl.load(step_ptr + k, is_in, other=0), is_in)
 
 
-@triton.jit(
-    do_not_specialize=["first", "last", "size"],
-    do_not_specialize_on_alignment=["step_ptr", "at_ptr", "to_step_ptr"],  # parts of arrays
-)
+@triton.jit(do_not_specialize=["first", "last", "size", "done"])
 def _move_placed(
-    key_ptr, mark_ptr, end_ptr, step_ptr, at_ptr, to_step_ptr, first: tl.int64, last: tl.int64, size: tl.int64,
-    CHANGES: tl.constexpr,
+    key_ptr, mark_ptr, end_ptr, number_ptr, moved_ptr, step_ptr, at_ptr, to_step_ptr, first: tl.int64, last: tl.int64,
+    size: tl.int64, done: tl.int64, CHANGES: tl.constexpr,
 ):  # fmt: skip
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
     position = tl.load(key_ptr + k, k < last, other=-1)
     key = position - first
     inside = (key >= 0) & (key < size) & (k < last)
-    to = _order(mark_ptr, end_ptr, key, inside)
+    to = _order(mark_ptr, end_ptr, key, inside) + done
+    to += tl.load(moved_ptr + tl.load(number_ptr + k, inside, other=0), inside, other=0)
     tl.store(at_ptr + to, position.to(tl.int32), inside)
     tl.store(to_step_ptr + to, tl.load(step_ptr + k, inside, other=0), inside)
 
@@ -445,7 +442,7 @@ def _gaps(
 
 @triton.jit(do_not_specialize=["streams"])
 def _decode(
-    words_ptr, word_ptr, bound_ptr, block_ptr, first_ptr, size_ptr, level_ptr, ratio_ptr, slot_ptr, rank_ptr,
+    words_ptr, word_ptr, bound_ptr, moved_ptr, block_ptr, first_ptr, size_ptr, level_ptr, ratio_ptr, slot_ptr, rank_ptr,
     class_ptr, step_ptr, good_ptr, streams: tl.int64, limit, STEP: tl.constexpr, NUMBER: tl.constexpr,
     STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
@@ -454,8 +451,9 @@ def _decode(
     there = s < streams
     at = tl.load(word_ptr + s, there, other=0)
     end = tl.load(word_ptr + s + 1, there, other=0)
-    k = tl.load(bound_ptr + s, there, other=0)
-    last = tl.load(bound_ptr + s + 1, there, other=0)
+    moved = tl.load(moved_ptr + s, there, other=0)
+    k = tl.load(bound_ptr + s, there, other=0) + moved
+    last = tl.load(bound_ptr + s + 1, there, other=0) + moved
     block = block_ptr + s * _FIELDS
     pair = tl.load(block + _PAIR, there, other=0)
     group = tl.load(block + _CLASS, there, other=0)
@@ -511,21 +509,23 @@ def _decode(
     tl.store(good_ptr + s, (good & (x == 1) & (at == end)).to(tl.int8), there)
 
 
-@triton.jit(
-    do_not_specialize=["base", "last"],
-    do_not_specialize_on_alignment=["rank_ptr", "class_ptr"],  # parts of arrays
-)
+@triton.jit(do_not_specialize=["base", "begin", "last"])
 def _search(
-    block_ptr, count_ptr, number_ptr, rank_ptr, class_ptr, chunk_ptr, base: tl.int64, last: tl.int64,
-    CHANGES: tl.constexpr,
+    block_ptr, count_ptr, number_ptr, moved_ptr, rank_ptr, class_ptr, step_ptr, chunk_ptr, in_chunk_ptr, to_class_ptr,
+    to_step_ptr, base: tl.int64, begin: tl.int64, last: tl.int64, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Write in which chunk each change is, and turn its rank into that among the chunk's elements."""
+    """Write in which chunk each change is, its rank among the chunk's elements, its class and its step."""
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
     is_in = k < last
-    block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
+    number = tl.load(number_ptr + k, is_in, other=0)
+    block = block_ptr + number.to(tl.int64) * _FIELDS
+    at = k + begin + tl.load(moved_ptr + number, is_in, other=0)
     chunks = tl.load(block + _CHUNK_COUNT, is_in, other=1)
-    c = tl.load(class_ptr + k, is_in, other=0).to(tl.int64)
-    rank = tl.load(rank_ptr + k, is_in, other=0)
+    of = tl.load(class_ptr + at, is_in, other=0)
+    c = of.to(tl.int64)
+    rank = tl.load(rank_ptr + at, is_in, other=0)
+    tl.store(to_class_ptr + k, of, is_in)
+    tl.store(to_step_ptr + k, tl.load(step_ptr + at, is_in, other=0), is_in)
     line = count_ptr + (tl.load(block + _COUNT, is_in, other=0) - base) + c * chunks
     # The last chunk before which there are at most `rank` elements of the class.
     chunk = tl.zeros((CHANGES,), tl.int64)
@@ -537,13 +537,10 @@ def _search(
         chunk = tl.where(fits, further, chunk)
         half = tl.where(half == 1, 0, (half + 1) // 2)
     tl.store(chunk_ptr + k, chunk, is_in)
-    tl.store(rank_ptr + k, rank - tl.load(line + chunk, is_in, other=0), is_in)
+    tl.store(in_chunk_ptr + k, (rank - tl.load(line + chunk, is_in, other=0)).to(tl.uint8), is_in)
 
 
-@triton.jit(
-    do_not_specialize=["last", "shift"],
-    do_not_specialize_on_alignment=["rank_ptr", "class_ptr"],  # parts of arrays
-)
+@triton.jit(do_not_specialize=["last", "shift"])
 def _places(
     block_ptr, of_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, last: tl.int64, shift: tl.int64, BITS: tl.constexpr,
     UNIT: tl.constexpr, CHANGES: tl.constexpr,
@@ -553,7 +550,7 @@ def _places(
     is_in = k < last
     block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
     c = tl.load(class_ptr + k, is_in, other=0)
-    rank = tl.load(rank_ptr + k, is_in, other=0)
+    rank = tl.load(rank_ptr + k, is_in, other=0).to(tl.int32)
     chunk = tl.load(key_ptr + k, is_in, other=0)
     is_of = _of_class(block, chunk, is_in, c, of_ptr, shift, BITS, UNIT)
     count = is_of.to(tl.int32)
@@ -886,56 +883,60 @@ def rank(bits: BlockBits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def decode(
-    bits: BlockBits, words: torch.Tensor, word_B: torch.Tensor, slot_TL: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Decode the changes of blocks.
+    bits: BlockBits,
+    words: torch.Tensor,
+    word_B: torch.Tensor,
+    slot_TL: torch.Tensor,
+    moved_B: torch.Tensor,
+    at_K: torch.Tensor,
+    step_K: torch.Tensor,
+) -> bool:
+    """Decode the changes of blocks, ascending by position.
 
     Args:
         bits: The blocks, divided into classes.
         words: The words of all, int32[W].
         word_B: The first word of each block, and the one behind the last; int64[B + 1].
         slot_TL: The tables of all classes, as `gpu_coder.slots` returns them.
+        moved_B: How many changes of other tensors lie in the arrays before those of each block, int64.
+        at_K: Gets the low 32 bits of positions, int32; mutated.
+        step_K: Gets steps, unsigned; mutated.
 
     Returns:
-        The low 32 bits of positions, int32, and steps, unsigned, both ascending by position; None if a block
-        is malformed.
+        Whether all blocks are well formed. If one is not, the arrays are not to be used.
     """
-    device, changed, width = bits.device, int(bits.bound_B[-1]), bits.width
+    device, width = bits.device, bits.width
     for batch in bits.batches:
         bits.counts(batch)
-    sizes = (
-        (changed, torch.int32),
-        (changed, torch.uint8),
-        (changed, _UNSIGNED[width]),
-        (bits.count, torch.int8),
-    )
-    rank_K, class_K, from_K, good_B = (torch.zeros(size, dtype=dtype, device=device) for size, dtype in sizes)
+    class_K = torch.empty(at_K.numel(), dtype=torch.uint8, device=device)
+    good_B = torch.empty(bits.count, dtype=torch.int8, device=device)
     number = tl.uint64 if width == 8 else tl.uint32
-    with on(device):
+    with on(device):  # ranks are where positions will be
         _decode[(triton.cdiv(bits.count, LANES),)](
-            words.view(torch.uint32), word_B, bits.bound, bits.table_BF, bits.first_classes(), bits.size_P, bits.level_L,
-            ratio(device), slot_TL.view(torch.uint32), rank_K, class_K, from_K, good_B, bits.count, (1 << 8 * width) - 2,
-            UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
+            words.view(torch.uint32), word_B, bits.bound, moved_B, bits.table_BF, bits.first_classes(), bits.size_P,
+            bits.level_L, ratio(device), slot_TL.view(torch.uint32), at_K, class_K, step_K, good_B, bits.count,
+            (1 << 8 * width) - 2, UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
         )  # fmt: skip
     if not bool(good_B.all()):
-        return None
-    at_K, step_K = (torch.zeros(changed, dtype=dtype, device=device) for dtype in (torch.int32, from_K.dtype))
-    _place(bits, rank_K, class_K, from_K, at_K, step_K)
-    return at_K, step_K
+        return False
+    _place(bits, moved_B, class_K, at_K, step_K)
+    return True
 
 
 def _place(
-    bits: BlockBits,
-    rank_K: torch.Tensor,
-    class_K: torch.Tensor,
-    from_K: torch.Tensor,
-    at_K: torch.Tensor,
-    step_K: torch.Tensor,
+    bits: BlockBits, moved_B: torch.Tensor, class_K: torch.Tensor, at_K: torch.Tensor, step_K: torch.Tensor
 ) -> None:
-    """Write changes by block, class and rank (elements of the class before each in the block; mutated) in the
-    order of positions.
+    """Order changes, which are by block, class and rank, by position; batch by batch, in place.
+
+    Args:
+        bits: The blocks.
+        moved_B: See `decode`.
+        class_K: Class of each change.
+        at_K: How many elements of its class come before each in its block; gets positions.
+        step_K: Steps; mutated.
     """
-    number_B = torch.arange(bits.count, dtype=torch.int32, device=at_K.device)
+    device = at_K.device
+    number_B = torch.arange(bits.count, dtype=torch.int32, device=device)
     change_B = torch.diff(bits.bound)
     for batch in bits.batches:
         low, high = batch.low, batch.high
@@ -943,25 +944,26 @@ def _place(
         if begin == end:
             continue
         count_N = bits.counts(batch)
-        key_K = torch.empty(end - begin, dtype=torch.int64, device=at_K.device)
         number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
-        with on(at_K.device):
+        kinds = torch.int64, torch.uint8, torch.uint8, step_K.dtype
+        key_K, rank_K, of_K, from_K = (torch.empty(end - begin, dtype=kind, device=device) for kind in kinds)
+        with on(device):
             _search[(triton.cdiv(end - begin, _CHANGES),)](
-                bits.table_BF, count_N, number_K, rank_K[begin:end], class_K[begin:end], key_K, int(bits.count_B[low]),
-                end - begin, _CHANGES,
+                bits.table_BF, count_N, number_K, moved_B, at_K, class_K, step_K, key_K, rank_K, of_K, from_K,
+                int(bits.count_B[low]), begin, end - begin, _CHANGES,
             )  # fmt: skip
             _places[(triton.cdiv(end - begin, _RANKED[batch.unit]),)](
-                bits.table_BF, bits.class_GE, number_K, rank_K[begin:end], class_K[begin:end], key_K, end - begin,
-                bits.shift, UNSIGNED[bits.width], batch.unit, _RANKED[batch.unit],
+                bits.table_BF, bits.class_GE, number_K, rank_K, of_K, key_K, end - begin, bits.shift,
+                UNSIGNED[bits.width], batch.unit, _RANKED[batch.unit],
             )  # fmt: skip
         done = begin
         # more than one only where a single band is larger
         for start in range(batch.first, batch.last, MOST_ELEMENTS):
             size = min(MOST_ELEMENTS, batch.last - start)
             marks, ends = _bitmap(key_K, start, size)
-            with on(at_K.device):
+            with on(device):
                 _move_placed[(triton.cdiv(end - begin, _MOVED),)](
-                    key_K, marks, ends, from_K[begin:end], at_K[done:end], step_K[done:end], start, end - begin, size, _MOVED
+                    key_K, marks, ends, number_K, moved_B, from_K, at_K, step_K, start, end - begin, size, done, _MOVED
                 )  # fmt: skip
             if start + size < batch.last:
                 done += int(ends[-1])

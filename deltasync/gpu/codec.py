@@ -43,9 +43,6 @@ if TYPE_CHECKING:
 MOST_CHANGED = 1 << 25
 """Changes of payloads that are encoded at once, by classes with 7 bytes for each."""
 
-MERGED = 1 << 23
-"""Changes of which the two parts of a payload are joined at once."""
-
 _BATCH_BYTES = 192 << 20  # of counts, bitmaps and keys of one batch of `classes.decode`
 _BLOCK_BYTES = 256  # of tables, for each block
 
@@ -308,7 +305,7 @@ class DeviceCodec:
             places: Where bits are, by width. Only `context` needs them.
             undone: The same changes, which the bits have taken; None if they are old.
 
-        Beside the result it takes 7 to 17 bytes for each change that is coded by classes, 16 KiB for each table,
+        Beside the result it takes one byte for each change if some are coded by classes, 16 KiB for each table,
         and `_BATCH_BYTES`.
 
         Raises:
@@ -337,25 +334,30 @@ class DeviceCodec:
         all_T, is_tiled_T = np.zeros(len(of.specs), np.int64), np.zeros(len(of.specs), np.bool_)
         all_T[number_T] = count_T
         is_tiled_T[np.concatenate([reader.tiled_T for reader in readers])] = True
-        held = [reader for reader in readers if reader.tiles is not None]
-        found = self._read_gaps(of, [reader for reader in readers if reader.gaps is not None])
-        if held:
-            by_class = self._read_tiles(of, held, is_tiled_T, places, undone)
-            found = by_class if found is None else self._merged(found, by_class, all_T, is_tiled_T)
-        elif found is None:
-            found = (
-                torch.empty(0, dtype=torch.int32, device=self._device),
-                torch.empty(0, dtype=UNSIGNED[width], device=self._device),
-            )
-        return DeviceSparse(*found, None, None, all_T)
+        in_tiles_T = np.where(is_tiled_T, all_T, 0)
+        in_gaps_T = all_T - in_tiles_T
+        by_gap = [reader for reader in readers if reader.gaps is not None]
+        by_class = [reader for reader in readers if reader.tiles is not None]
+        changed = int(all_T.sum())
+        if changed != sum(reader.changed for reader in readers):
+            raise CorruptDataError("Payload counts the changes of its tensors wrong.")
+        self._check_room(changed * (4 + width + bool(by_class)))
+        at_K = torch.empty(changed, dtype=torch.int32, device=self._device)
+        step_K = torch.empty(changed, dtype=UNSIGNED[width], device=self._device)
+        if by_gap:
+            self._read_gaps(of, by_gap, in_gaps_T, np.cumsum(in_tiles_T), at_K, step_K)
+        if by_class:
+            before_T = np.cumsum(in_gaps_T)
+            self._read_tiles(of, by_class, is_tiled_T, before_T, places, undone, at_K, step_K)
+        return DeviceSparse(at_K, step_K, None, None, all_T)
 
     def _streams(
-        self, parts: Sequence[Part], freq_TS: np.ndarray, change_bytes: int, beside_bytes: int = 0
+        self, parts: Sequence[Part], freq_TS: np.ndarray, beside_bytes: int = 0
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return changes before each block of several payloads, and each one's group, on the host.
 
         Then, on the device, the words, those before each block, and what is looked up of the tables. They, and
-        what callers allocate for each change and beside, fit.
+        what callers allocate beside, fit.
         """
         before = bounds([len(part.groups) for part in parts])
         group_B = np.concatenate(
@@ -364,11 +366,7 @@ class DeviceCodec:
         row_B2 = np.concatenate([part.row_B2 for part in parts])
         sizes = [part.words.size for part in parts]
         self._check_room(
-            int(row_B2[:, 0].sum()) * change_bytes
-            + beside_bytes
-            + 4 * sum(sizes)
-            + len(freq_TS) * gpu_coder.SLOT_BYTES
-            + len(row_B2) * _BLOCK_BYTES
+            beside_bytes + 4 * sum(sizes) + len(freq_TS) * gpu_coder.SLOT_BYTES + len(row_B2) * _BLOCK_BYTES
         )
         words = torch.empty(max(sum(sizes), 1), dtype=torch.int32, device=self._device)
         self._send(zip([part.words for part in parts], torch.split(words[: sum(sizes)], sizes), strict=True))
@@ -378,35 +376,58 @@ class DeviceCodec:
     def _there(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self._device)
 
-    def _read_gaps(self, of: Vector, readers: Sequence[Reader]) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Decode the tensors that are coded by gaps: ascending low halves of positions, and steps."""
+    def _read_gaps(
+        self,
+        of: Vector,
+        readers: Sequence[Reader],
+        count_T: np.ndarray,
+        before_T: np.ndarray,
+        at_K: torch.Tensor,
+        step_K: torch.Tensor,
+    ) -> None:
+        """Decode the tensors that are coded by gaps, ascending by position.
+
+        Args:
+            of: The vector.
+            readers: Those of the payloads that have such blocks.
+            count_T: Changes of each tensor that are coded so.
+            before_T: Changes before its end that are not.
+            at_K: Gets the low halves of positions.
+            step_K: Gets steps.
+        """
         parts = [reader.gaps for reader in readers if reader.gaps is not None]
-        if not parts:
-            return None
         freq_TS = np.concatenate([tables.read(part.tables, 2 * len(part.groups)) for part in parts])
-        bound_S, group_S, words, word_S, slots = self._streams(parts, freq_TS, 4 + of.width)
+        bound_S, group_S, words, word_S, slots = self._streams(parts, freq_TS)
+        end_T = np.cumsum(count_T)
+        held_T = np.append(np.flatnonzero(count_T), count_T.size - 1)
+        end_R, shift_R = end_T[held_T], before_T[held_T]
+        is_last_R = np.append(shift_R[1:] != shift_R[:-1], True)
+        end_R, shift_R = end_R[is_last_R], shift_R[is_last_R]
+        run_S = np.minimum(np.searchsorted(end_R, bound_S[:-1], side="right"), end_R.size - 1)
+        runs = gpu_coder.Runs(*map(self._there, (run_S.astype(np.int32), end_R, shift_R)))
         base = self._there(np.concatenate([reader.blocks.base_B for reader in readers]))
         size = self._there(np.concatenate([reader.blocks.size_BC[:, 0] for reader in readers]))
         table = self._there((2 * group_S).astype(np.int32))
-        at_K = torch.zeros(int(bound_S[-1]), dtype=torch.int32, device=self._device)
-        step_K = torch.zeros(at_K.numel(), dtype=UNSIGNED[of.width], device=self._device)
-        if not bool(
-            gpu_coder.decode(
-                self._there(bound_S), base, size, table, words, word_S, slots, at_K, step_K
-            ).all()
-        ):
+        good_S = gpu_coder.decode(
+            self._there(bound_S), base, size, table, words, word_S, slots, runs, at_K, step_K
+        )
+        if not bool(good_S.all()):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
-        return at_K, step_K
 
     def _read_tiles(
         self,
         of: Vector,
         readers: Sequence[Reader],
         is_in_T: np.ndarray,
+        before_T: np.ndarray,
         places: BitAddresses | None,
         undone: DeviceDelta | None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Decode the tensors that are coded by classes: ascending low halves of positions, and steps."""
+        at_K: torch.Tensor,
+        step_K: torch.Tensor,
+    ) -> None:
+        """Decode the tensors that are coded by classes, ascending by position; `before_T` as in
+        `_read_gaps`.
+        """
         if places is None:
             raise StageError(
                 "This delta is coded by `context` and needs the old weights; decode it with `old`."
@@ -421,12 +442,9 @@ class DeviceCodec:
         row_BF, band_GF = tiling.chosen(is_in_T, places.address_T)
         parts = [reader.tiles for reader in readers if reader.tiles is not None]
         lines, freqs = zip(*(classes.read(part.tables, len(part.groups)) for part in parts), strict=True)
-        # Ranks, classes and steps, then positions and steps by position; no batch takes more than a byte an
-        # element.
+        # No batch takes more than a byte an element.
         beside_bytes = min(_BATCH_BYTES, int((row_BF[:, COLUMNS] * row_BF[:, ROWS]).sum()))
-        bound_B, group_B, words, word_B, slots = self._streams(
-            parts, np.concatenate(freqs), 9 + 2 * of.width, beside_bytes
-        )
+        bound_B, group_B, words, word_B, slots = self._streams(parts, np.concatenate(freqs), beside_bytes)
         if (np.diff(bound_B) > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():
             raise CorruptDataError("Payload has a block with more changes than elements.")
         changes = None
@@ -434,36 +452,9 @@ class DeviceCodec:
             changes = _changes(of, undone.steps[of.width], undone.bits[of.width], tiling, band_GF)
         blocks = BlockBits(row_BF, band_GF, bound_B, of.width, self._device, changes)
         blocks.divide(group_B, Classes.of([*itertools.chain(*lines)]))
-        found = gpu_classes.decode(blocks, words, word_B, slots)
-        if found is None:
+        moved_B = self._there(np.repeat(before_T, np.where(is_in_T, tiling.count_T, 0)))
+        if not gpu_classes.decode(blocks, words, word_B, slots, moved_B, at_K, step_K):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
-        return found
-
-    def _merged(
-        self,
-        gap_part: tuple[torch.Tensor, torch.Tensor],
-        class_part: tuple[torch.Tensor, torch.Tensor],
-        count_T: np.ndarray,
-        is_tiled_T: np.ndarray,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Join changes of tensors that lie between each other."""
-        device, changed = self._device, int(count_T.sum())
-        self._check_room(sum(each.element_size() for each in gap_part) * changed + 28 * min(changed, MERGED))
-        to_T = np.cumsum(count_T) - count_T
-        found = [torch.empty(changed, dtype=each.dtype, device=device) for each in gap_part]
-        for part, is_in_T in ((gap_part, ~is_tiled_T), (class_part, is_tiled_T)):
-            held_T = np.where(is_in_T, count_T, 0)
-            if int(held_T.sum()) != part[0].numel():
-                raise CorruptDataError("Payload counts the changes of its tensors wrong.")
-            end_T = np.cumsum(held_T)
-            end, moved = self._there(end_T), self._there(to_T - (end_T - held_T))
-            for first in range(0, part[0].numel(), MERGED):
-                to_K = torch.arange(first, min(first + MERGED, part[0].numel()), device=device)
-                to_K += moved[torch.searchsorted(end, to_K, right=True)]
-                for into, data in zip(found, part, strict=True):
-                    signed = SIGNED[into.element_size()]
-                    into.view(signed)[to_K] = data[first : first + MERGED].view(signed)
-        return found[0], found[1]
 
 
 @functools.cache

@@ -425,8 +425,9 @@ def _unzigzag(number, STEP: tl.constexpr):
 
 @triton.jit(do_not_specialize=["streams"])
 def _decode(
-    words_ptr, word_ptr, bound_ptr, base_ptr, size_ptr, table_ptr, slot_ptr, at_ptr, step_ptr, good_ptr,
-    streams: tl.int64, limit, STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+    words_ptr, word_ptr, bound_ptr, base_ptr, size_ptr, table_ptr, slot_ptr, run_ptr, end_ptr, shift_ptr, at_ptr,
+    step_ptr, good_ptr, streams: tl.int64, limit, STEP: tl.constexpr, NUMBER: tl.constexpr, STEPS: tl.constexpr,
+    LANES: tl.constexpr,
 ):  # fmt: skip
     """Decode streams without classes."""
     s = tl.program_id(0) * LANES + tl.arange(0, LANES)
@@ -438,6 +439,9 @@ def _decode(
     base = tl.load(base_ptr + s, there, other=0)
     left = tl.load(size_ptr + s, there, other=0)  # elements of the block behind the last change
     table = tl.load(table_ptr + s, there, other=0).to(tl.int64)
+    run = tl.load(run_ptr + s, there, other=0)
+    run_end = tl.load(end_ptr + run)
+    shift = tl.load(shift_ptr + run)
     x, at, good = _open(words_ptr, at, end, there & (k < last))
     place = base - 1
     for _ in range(tl.max(last - k, axis=0)):
@@ -450,10 +454,29 @@ def _decode(
         step, at, x, fits = _pull_number(words_ptr, at, end, x, table + 1, slot_ptr, on, NUMBER, STEPS)
         good = good & ((fits & (step <= limit.to(NUMBER))) | (on == 0))
         on = on & good
-        tl.store(at_ptr + k, place.to(tl.int32), on)
-        tl.store(step_ptr + k, _unzigzag(step, STEP), on)
+        begins = on & (k >= run_end)
+        run += begins.to(tl.int32)
+        run_end = tl.load(end_ptr + run, begins, other=0) + tl.where(begins, 0, run_end)
+        shift = tl.load(shift_ptr + run, begins, other=0) + tl.where(begins, 0, shift)
+        tl.store(at_ptr + k + shift, place.to(tl.int32), on)
+        tl.store(step_ptr + k + shift, _unzigzag(step, STEP), on)
         k += on.to(tl.int64)
     tl.store(good_ptr + s, (good & (x == 1) & (at == end)).to(tl.int8), there)
+
+
+@dataclasses.dataclass(frozen=True)
+class Runs:
+    """Runs of changes that lie one behind the other in arrays where others lie between, on the device.
+
+    Attributes:
+        first_S: The run in which each stream begins, int32.
+        end_R: The number of changes before the end of each run, ascending; int64.
+        shift_R: How many others lie before each, int64.
+    """
+
+    first_S: torch.Tensor
+    end_R: torch.Tensor
+    shift_R: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True)
@@ -574,6 +597,7 @@ def decode(
     words: torch.Tensor,
     word_S: torch.Tensor,
     slot_TL: torch.Tensor,
+    runs: Runs,
     at_K: torch.Tensor,
     step_K: torch.Tensor,
 ) -> torch.Tensor:
@@ -587,6 +611,7 @@ def decode(
         words: The words of all streams, int32[W].
         word_S: The first word of each stream, and the one behind the last; int64[S + 1].
         slot_TL: The tables, as `slots` returns them.
+        runs: Where their changes lie in the arrays.
         at_K: Gets the low 32 bits of positions, int32; mutated.
         step_K: Gets steps, unsigned; mutated.
 
@@ -598,8 +623,9 @@ def decode(
     number = tl.uint64 if width == 8 else tl.uint32
     with on(words.device):
         _decode[(triton.cdiv(streams, LANES),)](
-            words.view(torch.uint32), word_S, bound_S, base_S, size_S, table_S, slot_TL.view(torch.uint32), at_K, step_K,
-            good_S, streams, (1 << 8 * width) - 2, UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
+            words.view(torch.uint32), word_S, bound_S, base_S, size_S, table_S, slot_TL.view(torch.uint32),
+            runs.first_S, runs.end_R, runs.shift_R, at_K, step_K, good_S, streams,
+            (1 << 8 * width) - 2, UNSIGNED[width], number, _groups(8 * width), LANES, num_warps=1,
         )  # fmt: skip
     return good_S
 

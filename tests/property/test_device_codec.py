@@ -58,7 +58,6 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 12)
         monkeypatch.setattr(on_device, "MOST_CHANGED", 60)
-        monkeypatch.setattr(on_device, "MERGED", 7)
 
 
 @dataclasses.dataclass

@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from deltasync import codec
 from deltasync.codec import tiles
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.skipif(not INTERPRETED, reason="test_interpreted.py run
 if INTERPRETED:
     from triton.runtime.interpreter import GridExecutor
 
+    from deltasync.gpu import classes as gpu_classes
     from deltasync.gpu import codec as on_device
     from deltasync.gpu.encode import DeviceCoder
     from tests.property.test_device_codec import Case, case
@@ -99,6 +102,25 @@ class Work:
         self.calls += event in ("call", "c_call")
 
 
+class Held(TorchDispatchMode):
+    """Within it, `peak_bytes` has the most bytes that arrays of so many elements, or more, took together."""
+
+    def __init__(self, elements: int) -> None:
+        super().__init__()
+        self.peak_bytes, self._elements = 0, elements
+        self._arrays = WeakTensorKeyDictionary()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor) and found.dim() == 1 and found.numel() >= self._elements:
+            self._arrays[found] = found.nbytes
+        storages = {
+            each.untyped_storage().data_ptr(): each.untyped_storage().nbytes() for each in self._arrays
+        }
+        self.peak_bytes = max(self.peak_bytes, sum(storages.values()))
+        return found
+
+
 def _send(pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
     """Copy words without an array in between, as on a GPU."""
     for host, to in pairs:
@@ -161,3 +183,29 @@ def test_no_array_of_the_size_of_the_changes(name: str, monkeypatch: pytest.Monk
     for step in ("encode", "decode"):
         for what, least, most in zip(("allocated", "copied"), before[step][1:], after[step][1:], strict=True):
             assert most - least < (many - few), (step, what, least, most)
+
+
+def test_a_change_takes_seven_bytes_beside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16: four of a position, two of a step, one of a class until all are known. Batches take more
+    for their own changes alone. Tensors by gaps lie between those by class.
+    """
+    monkeypatch.setattr(tiles, "BLOCK", 1 << 8)
+    monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 150)
+    run = GridExecutor.__call__
+
+    def launch(executor: Any, *arguments: Any, **options: Any) -> None:
+        with _disable_current_modes():  # the interpreter copies what a kernel gets
+            run(executor, *arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    made = case(0.3, {"bfloat16": [(40,), (8, 64), (40,), (16, 48), (40,)]}, seed=4)
+    ((width, of),) = made.layout.vectors.items()
+    bits = made.there(are_new=False).bits[width]
+    places = {width: on_device.BitAddresses.of(of, bits)}
+    decoder = on_device.DeviceCodec(made.layout, torch.device("cpu"), _send)
+    opened = [codec.open_payload(each.to_bytes()) for each in made.encoded("context", 10**6)]
+    changed = made.delta.changed
+    with Held(changed) as held:
+        found, _ = decoder.decode(opened, places)
+    assert held.peak_bytes == 7 * changed
+    np.testing.assert_array_equal(found.steps[width].low_K.numpy(), made.delta.steps[width].at_K)

@@ -145,7 +145,8 @@ def test_codecs(target: str, widths: tuple[int, ...]) -> None:
             fitted = gpu_coder.fit(count)
             gpu_coder.encode(streams, fitted)
             slots, words = gpu_coder.slots(fitted.freq_TS), zeros(9, dtype=torch.int32)
-            gpu_coder.decode(bound_S, long_S, long_S, int_S, words, bound_S, slots, at_K, step_K)
+            runs = gpu_coder.Runs(int_S, long_S, long_S)
+            gpu_coder.decode(bound_S, long_S, long_S, int_S, words, bound_S, slots, runs, at_K, step_K)
             bits_N = zeros(4000, dtype=torch.int64)
             bands = zeros(2, 6, dtype=torch.int64), *(zeros(2, dtype=torch.int64) for _ in range(3))
             for columns in (7, 8):
@@ -162,7 +163,7 @@ def test_codecs(target: str, widths: tuple[int, ...]) -> None:
                     gpu_coder.count_classes(streams, 4)
                     gpu_coder.encode(streams, fitted, gap_bits)
                 with mock.patch.object(torch.Tensor, "all", lambda *_: True):  # nothing runs
-                    gpu_classes.decode(bits, words, bound_S, slots)
+                    gpu_classes.decode(bits, words, bound_S, slots, long_S, at_K, step_K)
     _check(found)
     assert {kernel.name for kernel in found} == {"_" + name for name in _LAUNCHED.split()}
 
