@@ -66,6 +66,8 @@ class Follow(Loop):
         """Why this replica should get no requests, in one sentence; None if it serves a version that is new
         enough.
         """
+        if self._heartbeats is not None and self._home.is_here:
+            self._heartbeats.look()
         return self.health.not_ready(self.pin)
 
     def status(self, commit_count: int = limits.HISTORY) -> Status:
@@ -205,7 +207,7 @@ class Follow(Loop):
     def run(self) -> None:
         """Follow in this thread until `stop`."""
         if self._heartbeats is not None:
-            self._heartbeats.run(lambda: self.status(0), self._ended, self.poke)
+            self._heartbeats.run(lambda: self.status(0), self._ended, self._renewed)
         with self._poll.watching(self.reader.store, self._on_change):
             while not self._ended.is_set():
                 self._wake.clear()
@@ -221,3 +223,8 @@ class Follow(Loop):
                 if self._ended.is_set():
                     return
                 self._wake.wait(self._delay_s(before, failure))
+
+    def _renewed(self) -> None:
+        """Audit and refresh now: this process was suspended or restored."""
+        self.health.lives += 1
+        self.poke()

@@ -208,6 +208,8 @@ class Loop:
             self._audited_s, asked = time.monotonic(), False
         elif not target.is_settled(asked):
             self._settle()
+        elif health.lives != health.audited_life:
+            self._audit()
 
         # refresh and plan: where to go?
         health.is_asking = True
@@ -247,22 +249,24 @@ class Loop:
         return found
 
     def _settle(self) -> None:
-        before = self.identity
+        before, lives = self.identity, self.health.lives
         self.target.settle()
-        self._audited_s = time.monotonic()
+        self._audited_s, self.health.audited_life = time.monotonic(), lives
         if self.identity != before:
             self.cursor.clear_bad()
 
     def _audit_if_due(self) -> None:
+        if self._audited_s is not None and time.monotonic() - self._audited_s >= AUDIT_S:
+            self._audit()
+
+    def _audit(self) -> None:
         """Raise ApplyError if bits in memory changed by themselves. The next step then loads full weights."""
-        before, audited_s = self.version, self._audited_s
-        if audited_s is not None and time.monotonic() - audited_s >= AUDIT_S:
-            self._settle()
-            if self.identity is None:
-                raise ApplyError(
-                    f"The weights in memory were not those of version {before} any more; loading full "
-                    "weights."
-                )
+        before = self.version
+        self._settle()
+        if before is not None and self.identity is None:
+            raise ApplyError(
+                f"The weights in memory were not those of version {before} any more; loading full weights."
+            )
 
     def audit(self) -> bool:
         """Check every live bit, against faults that no commit notices; return whether all are those of

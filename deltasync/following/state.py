@@ -56,6 +56,8 @@ class Health:
         goes_around: Whether the last step failed by a chain that the next one avoids.
         follows_s: Since when this replica takes each new version, seconds since the epoch; infinite while it
             is pinned.
+        lives: How often this process was suspended or restored from a snapshot.
+        audited_life: How often it had been when all live bits were last audited.
     """
 
     def __init__(self, target: Target, cursor: Cursor, settings: ReplicaSettings) -> None:
@@ -64,6 +66,7 @@ class Health:
         self.good_s, self.has_followed = time.monotonic(), False
         self.is_asking = self.goes_around = False
         self.follows_s = time.time()
+        self.lives = self.audited_life = 0
         self.settings = settings
         self._target, self._cursor = target, cursor
         self._since_s = time.monotonic()  # when `state` was entered
@@ -162,6 +165,8 @@ class Health:
             return f"This server does not generate now. {why}".rstrip()
         if identity is None or newest is None:
             return f"This server serves no version of {self._cursor.reader.store.url} yet. {why}".rstrip()
+        if self.lives != self.audited_life:
+            return "This server was suspended, or restored from a snapshot, and its weights were not audited since."
         served, behind = identity.version, newest.version - identity.version
         is_there = served == pin if pin else 0 <= behind <= max(1, self.settings.ready_behind)
         if not is_there:

@@ -132,6 +132,10 @@ class Heartbeats(Protocol):
         """
         ...
 
+    def look(self) -> None:
+        """Call `renewed` now if that has happened."""
+        ...
+
     def update(self, status: Status) -> None:
         """A step has ended, with this status."""
         ...

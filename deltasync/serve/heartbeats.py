@@ -49,6 +49,7 @@ class HeartbeatWriter:
         self._last: tuple[object, ...] = ()
         self._last_s = self._looked_s = -math.inf
         self._has_stopped = False
+        self._renewed: Callable[[], object] = lambda: None
         self._own: deque[str] = deque(maxlen=_OWN)  # digests of what it wrote
         # the heartbeats of other boots of this name, as they were at the first look
         self._others: dict[str, object] = {}
@@ -68,13 +69,12 @@ class HeartbeatWriter:
             ended: Set once no more are wanted.
             renewed: Called after this process was suspended or restored, so that what it knows may be old.
         """
+        self._renewed = renewed
 
         def tick() -> None:
             while not ended.wait(_TICK_S):
                 try:
-                    if self._life.check():
-                        self._last_s = -math.inf
-                        renewed()
+                    self.look()
                     self.update(status(), changed=False)
                 except Exception:
                     logger.exception("deltasync could not write a heartbeat")
@@ -83,6 +83,14 @@ class HeartbeatWriter:
             daemon("heartbeat", tick).start()
         except RuntimeError as error:  # no more threads: one after each step has to do
             logger.warning("deltasync: no thread for heartbeats: %s", error)
+
+    def look(self) -> None:
+        """As `following.target.Heartbeats.look`. A heartbeat of the new identity is due then."""
+        with self._lock:
+            if not self._life.check():
+                return
+            self._last_s = -math.inf
+        self._renewed()
 
     def update(self, status: Status, *, changed: bool = True) -> None:
         """Have a heartbeat written if the last one is old or, if `changed`, the status differs from it.

@@ -10,10 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from huggingface_hub.utils import get_session
 
+from deltasync import Publisher
 from deltasync.channel.documents import sha256_hex
+from deltasync.channel.reading import ChannelReader
+from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
+from deltasync.following import Follow, MemoryTarget
 from deltasync.following.status import Status
 from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat
@@ -627,6 +632,35 @@ def test_a_life_ends_where_a_process_is_copied_suspended_or_restored(
     monkeypatch.setattr("deltasync.serve.life._clocks", lambda: clocks)
     assert life.check() is is_new and (life.boot != first) is is_new
     assert not life.check()  # until it happens again
+
+
+@pytest.mark.parametrize("harmed", [False, True])
+def test_a_replica_that_was_restored_is_ready_once_its_bits_were_audited(
+    harmed: bool, channel_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader = ChannelReader(open_store(channel_url))
+    target, writer = MemoryTarget(reader), HeartbeatWriter(reader.store)
+    follow = Follow(reader, target, ReplicaSettings(poll_interval_s=60), heartbeats=writer)
+    with Publisher(channel_url) as publisher:
+        publisher.publish([("w", torch.ones(64))]).wait(60)
+        follow.start()
+        try:
+            wait_until(lambda: follow.not_ready is None)
+            before = follow.status().boot
+            with follow.between_steps():
+                if harmed:
+                    target.tensors["w"].view(torch.int16)[5] ^= 1
+                monkeypatch.setattr("deltasync.serve.life._place", lambda: ("another machine",))
+                assert "restored from a snapshot" in (follow.not_ready or "")
+                renewed = follow.status().boot
+            wait_until(lambda: follow.not_ready is None)
+            assert renewed == follow.status().boot != before
+            assert follow.version == 1 and torch.equal(target.tensors["w"], torch.ones(64).bfloat16())
+            wait_until(
+                lambda: renewed in [beat.boot for beat in heartbeat.read_all(reader.store, publisher.run_id)]
+            )
+        finally:
+            follow.stop()
 
 
 def test_a_life_of_this_machine_goes_on() -> None:
