@@ -10,5 +10,6 @@ __all__ = [
     "plan",
     "reading",
     "record",
+    "shortcuts",
     "signing",
 ]

@@ -12,9 +12,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import struct
-from typing import Any
 
-from deltasync.channel import documents, keys, signing
+from deltasync.channel import documents, signing
 from deltasync.channel.documents import Channel, Record, VersionId
 from deltasync.channel.signing import Signer, Trusted
 from deltasync.codec.base import Encoded
@@ -118,29 +117,6 @@ def encode_checked(
         if size > most:
             raise ConfigError(f"{what} {size:,} bytes; this channel allows {most:,}.")
     return dataclasses.replace(stored, record=decode_document(stored.data, stored.size, key, trusted))
-
-
-def shortcut(
-    run_id: str, version: VersionId, author: str, fingerprint: str, **fields: Any
-) -> tuple[Record, str]:
-    """Return the document of a shortcut to a version, and its key.
-
-    `fields` are the `base` and `delta` of a compaction, or the announced `anchor`. `fingerprint` is the
-    version's.
-    """
-    document = Record(
-        run_id=run_id,
-        kind="announcement" if "anchor" in fields else "compaction",
-        version=version.version,
-        epoch=version.epoch,
-        sha256=version.sha256,
-        created_at=documents.now(),
-        fingerprint=fingerprint,
-        **fields,
-    )
-    if document.base is None:
-        return document, keys.announcement(version.version, author)
-    return document, keys.compaction(document.base.version, version.version, author)
 
 
 def decode(data: bytes, key: str, trusted: Trusted | None) -> StoredRecord:

@@ -2,6 +2,7 @@
 
 from deltasync.following.cursor import Cursor
 from deltasync.following.follow import Follow
+from deltasync.following.loading import HostWeights
 from deltasync.following.poll import Poll
 from deltasync.following.replica import MemoryTarget, Replica
 from deltasync.following.status import Commit, Status
@@ -12,6 +13,7 @@ __all__ = [
     "Commit",
     "Cursor",
     "Follow",
+    "HostWeights",
     "Identify",
     "LiveWeights",
     "MemoryTarget",

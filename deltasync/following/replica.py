@@ -18,11 +18,12 @@ from deltasync.channel.record import StoredRecord
 from deltasync.config import Pin, ReaderSettings, ReplicaSettings, whole_number
 from deltasync.errors import NotPublishedError
 from deltasync.following.identify import identify, tied
+from deltasync.following.loading import HostWeights
 from deltasync.following.loop import Loop
 from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.following.weights import LiveWeights, StagedVersion
-from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.live import HostMemory, LiveMemory, model_fingerprint
 from deltasync.stores import ObjectInfo, Store
 from deltasync.tensors.bits import bits_of
 
@@ -67,8 +68,8 @@ class MemoryTarget:
     def open(self, identify: Identify) -> None:
         """Make host memory for the channel's tensors, unless a checkpoint was loaded."""
         if self.weights is None:
-            memory, self.tensors = LiveMemory.on_host(self.reader.specs)
-            self.weights = LiveWeights(self.reader, memory)
+            memory, self.tensors = HostMemory.on_host(self.reader.specs)
+            self.weights = HostWeights(self.reader, memory)
 
     def adopt(self, memory: LiveMemory, identify: Identify) -> None:
         """Follow weights that exist: find out which version they are. For a subclass's `open`."""
@@ -96,6 +97,7 @@ class MemoryTarget:
         """Commit a staged chain (`Target.commit`)."""
         weights, before = self._opened, time.perf_counter()
         if not isinstance(staged, StagedVersion):
+            assert isinstance(weights, HostWeights)
             version = weights.load(staged)
             load_s = time.perf_counter() - before
             return Commit(
@@ -231,12 +233,12 @@ class Replica:
         """
         reader = self._target.reader
         with self._follow.between_steps():
-            memory, tensors = LiveMemory.on_host(reader.specs)
+            memory, tensors = HostMemory.on_host(reader.specs)
             for name, bits_N in pkgutil.resolve_name(_LOCAL)(directory, tied(reader), reader.specs):
                 bits_of(tensors[name])[:] = bits_N
             memory.audit()
             known = identify(reader, self._follow.cursor.locate(), model_fingerprint(memory.fingerprints))
-            self._target.weights, self._target.tensors = LiveWeights(reader, memory), tensors
+            self._target.weights, self._target.tensors = HostWeights(reader, memory), tensors
             self._target.weights.identified(known)
         return self.version
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence, Set
-from typing import TypeVar
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence, Set
 
 import numpy as np
 import torch
@@ -18,7 +17,6 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
     CorruptDataError,
-    DeltaSyncError,
     FingerprintMismatchError,
     MissingVersionError,
     StageError,
@@ -27,8 +25,6 @@ from deltasync.live import LiveMemory, Prints, Staged, model_fingerprint
 from deltasync.tensors import Changed, Delta, Region
 from deltasync.tensors.delta import merge
 from deltasync.threads import ahead
-
-_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +48,7 @@ class LiveWeights:
     Attributes:
         version: The version whose bits are live; None if they are of no version.
         settled: Whether it is known which bits are live. If not, call `settle`.
-        progressed_s: When `stage` or `load` last finished a tensor or a file, by `time.monotonic`.
+        progressed_s: When `stage` last finished a tensor or a file, by `time.monotonic`.
         reported: Tensors of which `StagedVersion.whole` has the new bits, or changes; their memory is on the host.
     """
 
@@ -64,7 +60,6 @@ class LiveWeights:
         self.reported: Set[str] = frozenset()
         self._fingerprint: str | None = None
         self.settled = True
-        self._loaded: list[StoredRecord] = []  # the chain that `load` has taken
         # of `version`: the bits of tensors of which memory has a part
         self._whole: dict[str, np.ndarray] = {}
         # a version that was rolled back because of a tie, and why
@@ -97,59 +92,6 @@ class LiveWeights:
         """
         self._whole[name] = bits_N
 
-    def load(self, chain: Sequence[StoredRecord]) -> VersionId:
-        """Apply a chain to host memory that nobody uses yet. It cannot be undone.
-
-        If a version fails, everything up to the one before is loaded again. So `version` is the last good
-        one, or None.
-
-        Raises:
-            StoreError, FormatError, MissingVersionError, StageError, FingerprintMismatchError: as `stage` and
-                `confirm`.
-        """
-        try:
-            self._load(chain)
-        except DeltaSyncError:
-            if self.version is None and self._loaded:
-                self._load([*self._loaded])
-            raise
-        return chain[-1].version
-
-    def _load(self, chain: Sequence[StoredRecord]) -> None:
-        wanted: dict[str, int | None] = {}
-        done: list[StoredRecord] = []
-        try:
-            with contextlib.closing(self._fetched(chain)) as fetched:
-                for stored in chain:
-                    with self._blaming(stored), _map_out_of_memory(stored.record.version):
-                        got = next(fetched)
-                        self.version, self.settled = None, False
-                        if stored.use_anchor:
-                            self._loaded.clear()
-                            self.memory.load(self._progressing(payloads.weights(self.reader, stored)))
-                        else:
-                            delta, digests = payloads.delta(self.reader, stored, self.memory.bits, None, got)
-                            self.memory.apply(delta)
-                            self.progressed_s = time.monotonic()
-                            wanted |= digests
-                    done.append(dataclasses.replace(stored, data=None))
-        finally:
-            found = self.memory.fingerprints
-            right = all(found.get(name) == expected for name, expected in wanted.items())
-            if done and right and f"{model_fingerprint(found):016x}" == done[-1].record.fingerprint:
-                self.identified(done[-1])
-                self._loaded += done
-        if self.version != chain[-1].version:
-            raise FingerprintMismatchError(
-                f"The tensors of version {chain[-1].record.version} are not its model."
-            )
-
-    def _progressing(self, items: Iterable[_Item]) -> Iterator[_Item]:
-        """Yield items, and note when each was finished."""
-        for item in items:
-            yield item
-            self.progressed_s = time.monotonic()
-
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion:
         """Fetch, check, decode, merge and translate the versions of a chain. Live weights are untouched.
 
@@ -162,7 +104,7 @@ class LiveWeights:
             raise StageError(self._untied[1])
         before = time.perf_counter()
         whole: Delta | Mapping[str, np.ndarray]
-        with _map_out_of_memory(chain[-1].record.version):
+        with map_out_of_memory(chain[-1].record.version):
             # Deltas before full weights do not matter; a writer that starts over stores full weights between
             # deltas.
             first = max((at for at, stored in enumerate(chain) if stored.use_anchor), default=None)
@@ -202,14 +144,15 @@ class LiveWeights:
         return self.memory.stage_weights(weights()), whole
 
     def _weights(self, stored: StoredRecord) -> Iterator[tuple[str, np.ndarray, int]]:
-        with self._blaming(stored):
+        with self.blaming(stored):
             yield from payloads.weights(self.reader, stored)
 
-    def _fetched(self, chain: Sequence[StoredRecord]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
+    def fetched(self, chain: Sequence[StoredRecord]) -> Generator[Sequence[tuple[str, bytes]], None, None]:
+        """Yield the payloads of each record; the next ones are fetched while one is used."""
         return ahead(lambda stored: payloads.fetch(self.reader, stored), chain, limits.FETCHED_AHEAD)
 
     @contextlib.contextmanager
-    def _blaming(self, stored: StoredRecord) -> Iterator[None]:
+    def blaming(self, stored: StoredRecord) -> Iterator[None]:
         """Note in an error that the objects of `stored` are missing or damaged."""
         try:
             yield
@@ -244,9 +187,9 @@ class LiveWeights:
 
         # Deltas of several versions are merged, on the host.
         decoder = self.memory.decoder if len(chain) == 1 and first is None and not self._whole else None
-        with contextlib.closing(self._fetched(chain)) as fetched:
+        with contextlib.closing(self.fetched(chain)) as fetched:
             for stored in chain:
-                with self._blaming(stored):
+                with self.blaming(stored):
                     got = next(fetched)
                     delta, digests = payloads.delta(
                         self.reader, stored, old, wanted if self.memory.wanted else None, got, decoder
@@ -267,7 +210,7 @@ class LiveWeights:
             CommitError: the write failed and could not be undone.
         """
         try:
-            with _map_out_of_memory(staged.chain[-1].record.version):
+            with map_out_of_memory(staged.chain[-1].record.version):
                 self.memory.commit(staged.staged)
         except BaseException:
             self.settled = False
@@ -337,7 +280,8 @@ _MEMORY_IS_OUT = "can't allocate memory", "can't start new thread", "out of memo
 
 
 @contextlib.contextmanager
-def _map_out_of_memory(version: int) -> Iterator[None]:
+def map_out_of_memory(version: int) -> Iterator[None]:
+    """Raise StageError, which names the version, where the host has too little memory."""
     try:
         yield
     except BaseException as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
@@ -20,8 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from deltasync.errors import FingerprintMismatchError, StageError, undoing
-from deltasync.kernels import native
+from deltasync.errors import StageError, undoing
 from deltasync.kernels.backend import Backend, backend_of
 from deltasync.kernels.table import Writes
 from deltasync.live import staging
@@ -30,17 +28,13 @@ from deltasync.live.segments import Prints, Segment, Union, unsigned
 from deltasync.live.staging import Held, SegmentTable, Staged, Staging
 from deltasync.tensors import (
     Changed,
-    Delta,
     Layout,
     Region,
-    Sparse,
     TensorSpec,
-    Vector,
     fingerprint,
     region_size,
-    weight_bytes,
 )
-from deltasync.tensors.bits import int_view, signed_view
+from deltasync.tensors.bits import signed_view
 
 
 def device_of(live: torch.Tensor) -> Backend:
@@ -87,34 +81,6 @@ class LiveMemory:
         self._devices = {device_of(segment.live) for held in segments.values() for segment in held}
         self.is_on_host = any(device.is_host for device in self._devices)
         self._held: dict[str, Sequence[Region] | None] = {}
-
-    @classmethod
-    def on_host(cls, specs: Mapping[str, TensorSpec]) -> tuple[LiveMemory, dict[str, torch.Tensor]]:
-        """Return live memory over new host tensors of these specs, with any bits, and the tensors.
-
-        They come from torch: numpy asks for huge pages, which some virtual machines give slowly.
-
-        Raises:
-            StageError: this machine has too little memory.
-        """
-        model_bytes = weight_bytes(specs.values())
-        if hasattr(os, "sysconf") and model_bytes > (
-            held := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        ):
-            raise StageError(
-                f"The channel's tensors have {model_bytes:,} bytes, this machine {held:,} bytes of memory."
-            )
-        try:
-            tensors = {
-                name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device="cpu")
-                for name, spec in specs.items()
-            }
-        except RuntimeError:  # of torch's allocator, where the system promises no more than it has
-            raise StageError(
-                f"The channel's tensors have {model_bytes:,} bytes, more than this machine has left."
-            ) from None
-        segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in tensors.items()}
-        return cls(specs, segments), tensors
 
     @property
     def known_parts(self) -> np.ndarray:
@@ -276,43 +242,6 @@ class LiveMemory:
         device.
         """
         return any(staging.differs(self._device_of(held.live), held, flat_N) for held in self._place(name))
-
-    def load(self, weights: Iterable[tuple[str, np.ndarray, int]]) -> None:
-        """Write full weights into host memory that nobody uses and that holds whole tensors, without a second
-        copy.
-
-        `weights` has the name, the unsigned bit patterns of shape N and the fingerprint of each tensor.
-        Mutates the live weights and `parts`; if it raises, some of them are written, and `parts` may be
-        incomplete.
-
-        Raises:
-            FingerprintMismatchError: the bits do not have the fingerprint.
-            FormatError, StoreError: from fetching them.
-        """
-        for name, bits_N, expected in weights:
-            (segment,) = self._place(name)
-            found = native.take(self._keys[name], bits_N, unsigned(segment.flat()))
-            if self.parts is None:
-                self.parts = np.zeros(len(self._first_part), np.uint64)
-            self.parts[self._first_part[name]] = found
-            if found != expected:
-                raise FingerprintMismatchError(f"{name} does not have the published bits.")
-
-    def apply(self, delta: Delta) -> None:
-        """Apply changes to host memory that nobody uses and that holds whole tensors. This cannot be undone.
-
-        Mutates the live weights and `parts`; if it raises, some of them are written.
-        """
-        for width, steps in delta.steps.items():
-            self._add(self._layout.vectors[width], steps)
-
-    def _add(self, vector: Vector, steps: Sparse) -> None:
-        changed = np.flatnonzero(vector.count(steps.at_K))
-        zero_T = np.zeros(len(vector.specs), np.int64)
-        address_T = [self._place(vector.names[t])[0].live.data_ptr() for t in changed.tolist()]
-        zero_T[changed] = np.array(address_T, np.int64) - vector.first_T[changed] * vector.width
-        gain_T, _ = native.add(vector, zero_T, steps)
-        self.known_parts[[self._first_part[vector.names[t]] for t in changed.tolist()]] += gain_T[changed]
 
     def stage(self, changed: Changed) -> Staged:
         """Translate changes into writes and put them on the device. Live weights are untouched.

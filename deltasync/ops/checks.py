@@ -259,9 +259,9 @@ class Inspection:
         the bits.
         """
         from deltasync.following import LiveWeights  # needs torch, unlike the rest of this module
-        from deltasync.live import LiveMemory
+        from deltasync.live import HostMemory
 
-        memory, _ = LiveMemory.on_host(self.reader.specs)
+        memory, _ = HostMemory.on_host(self.reader.specs)
         memory.audit()
         weights = LiveWeights(self.reader, memory)
         proven = self.proven = set[Slot]()

@@ -17,6 +17,7 @@ from deltasync.channel import anchors, keys, record, signing
 from deltasync.channel.documents import Anchor, DeltaFiles, File, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
+from deltasync.channel.shortcuts import shortcut
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.errors import ConfigError, CorruptDataError, FormatError, MissingVersionError
@@ -111,11 +112,11 @@ def encode_shortcut(
     author: str,
     **fields: Any,
 ) -> StoredRecord:
-    """Encode a shortcut with these `fields` (`record.shortcut`). `fingerprints` belong to the version's
+    """Encode a shortcut with these `fields` (`shortcut`). `fingerprints` belong to the version's
     tensors.
     """
     total = fingerprint.to_hex(model_fingerprint(fingerprints))
-    document, key = record.shortcut(reader.channel().run_id, version, author, total, **fields)
+    document, key = shortcut(reader.channel().run_id, version, author, total, **fields)
     return record.encode_checked(document, key, payload, signer, reader.channel(), reader.trusted)
 
 

@@ -28,7 +28,7 @@ from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance
 from deltasync.publish.pending import Pending
 from deltasync.publish.ranges import Range
-from deltasync.publish.shadow import Weights
+from deltasync.publish.snapshot import Weights
 from deltasync.tensors import Delta, Layout
 from deltasync.threads import Workers
 

@@ -21,8 +21,8 @@ from deltasync.publish.anchor import STORED_AT_ONCE
 from deltasync.publish.detect import HostShadow
 from deltasync.publish.encode import encode
 from deltasync.publish.pending import Pending
+from deltasync.publish.placement import held_bytes
 from deltasync.publish.ranges import Range
-from deltasync.publish.shadow import held_bytes
 from deltasync.tensors import Delta, Layout, count_below
 from deltasync.tensors.delta import joined, of_tensor
 from deltasync.threads import Workers

@@ -27,8 +27,10 @@ __all__ = [
     "log",
     "maintenance",
     "pending",
+    "placement",
     "ranges",
     "shadow",
+    "snapshot",
     "upload",
 ]
 

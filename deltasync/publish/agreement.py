@@ -14,7 +14,8 @@ from deltasync.errors import PublishError
 from deltasync.publish.detect import Difference
 from deltasync.publish.pending import Pending
 from deltasync.publish.ranges import Range, Stream, TensorRange
-from deltasync.publish.shadow import Shadow, Weights
+from deltasync.publish.shadow import Shadow
+from deltasync.publish.snapshot import Weights
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints, TensorSpec
 

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 from deltasync.channel import anchors, keys
 from deltasync.channel.documents import Anchor, File
 from deltasync.publish.log import Log
-from deltasync.publish.shadow import Weights
+from deltasync.publish.snapshot import Weights
 from deltasync.threads import Workers
 
 STORED_AT_ONCE = 2

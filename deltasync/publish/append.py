@@ -26,7 +26,7 @@ from deltasync.publish.anchor import store_anchor
 from deltasync.publish.log import Log
 from deltasync.publish.maintenance import Maintenance
 from deltasync.publish.pending import Pending
-from deltasync.publish.shadow import Weights
+from deltasync.publish.snapshot import Weights
 from deltasync.publish.upload import EXIT_S, Busy, Decision, UploadQueue
 
 logger = get_logger(__name__)

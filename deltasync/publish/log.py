@@ -21,6 +21,7 @@ from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import Channel, File, Head, Record, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
+from deltasync.channel.shortcuts import shortcut
 from deltasync.channel.signing import Signer
 from deltasync.codec.base import Encoded
 from deltasync.errors import (
@@ -222,9 +223,7 @@ class Log:
         `fields` are those of its record that differ: `base` and `delta`, or `anchor`. Raises as `append`.
         """
         self._check()
-        stored = self._encoded(
-            *record.shortcut(self.run_id, version, self.epoch, fingerprint, **fields), payload
-        )
+        stored = self._encoded(*shortcut(self.run_id, version, self.epoch, fingerprint, **fields), payload)
         assert stored.data is not None
         self.store.put(stored.key, stored.data)
         return dataclasses.replace(stored, data=None)

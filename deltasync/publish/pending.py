@@ -16,7 +16,8 @@ import numpy as np
 from deltasync.channel import documents
 from deltasync.channel.documents import Anchor, Channel, Record, Reference, TokenLag
 from deltasync.errors import AckTimeoutError
-from deltasync.publish.shadow import Shadow, Weights
+from deltasync.publish.shadow import Shadow
+from deltasync.publish.snapshot import Weights
 from deltasync.tensors import Delta, Fingerprints, fingerprint
 from deltasync.tensors.delta import joined
 

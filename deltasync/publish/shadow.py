@@ -1,5 +1,4 @@
-"""The shadow: the bits that were published last, of the ranges that this rank holds, and full weights as
-files of it.
+"""The shadow: the bits that were published last, of the ranges that this rank holds.
 
 It is in one place: on the accelerator where the tensors are, if that has room, or on the host. Publishing
 compares a stream with it, which only reads, and applies the difference once all ranks have agreed on the
@@ -12,30 +11,23 @@ import functools
 import itertools
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, Self
 
 import numpy as np
 import torch
 
-from deltasync import kernels, limits
-from deltasync.channel import anchors
 from deltasync.codec.base import Encoded
 from deltasync.errors import CorruptDataError, get_logger
-from deltasync.kernels import native
 from deltasync.kernels.backend import accelerator
 from deltasync.publish.detect import Difference, HostShadow, copied
+from deltasync.publish.placement import choose, held_bytes
 from deltasync.publish.ranges import Range, TensorRange
-from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec, fingerprint
+from deltasync.tensors import Delta, Fingerprints, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, signed_view
-from deltasync.tensors.delta import merge
 
 logger = get_logger(__name__)
 
 AUDITED_IN = 128
 """Versions in which all bits are compared with their fingerprints once."""
-
-_MOST_LATER = 8
-"""Deltas that a snapshot keeps one by one; more are merged."""
 
 
 class Shadow:
@@ -53,6 +45,7 @@ class Shadow:
         layout: The whole tensors.
         ranges: The range that is held of each.
         lock: Held while the bits change.
+        told: Called with each step that the bits take, while the lock is held (`Snapshot`).
         with_nan: Tensors with a NaN in what was taken, until `warn_of_nan`.
     """
 
@@ -69,7 +62,7 @@ class Shadow:
         self.lock = threading.RLock()
         self._memory = HostShadow(self.layout, self.ranges, memory) if isinstance(memory, Mapping) else memory
         self._place, self._is_settled = place, self._memory.device is not None
-        self._snapshots: list[Snapshot] = []
+        self.told: list[Callable[[Delta], None]] = []
         self._planned: list[str] = []  # names of the tensors that are compared
         self._next, self._due = 0, 0.0  # of the audit: number of the next tensor, and elements that are due
 
@@ -209,7 +202,7 @@ class Shadow:
         """
         with self.lock:
             before = vars(self).pop("fingerprints", None)  # not known until the bits are
-            deltas = [piece.host() for piece in difference.pieces] if self._snapshots else []
+            deltas = [piece.host() for piece in difference.pieces] if self.told else []
             self._memory.apply(difference)
             if before is not None:
                 self.fingerprints = before.with_gains(difference.gains)
@@ -220,9 +213,9 @@ class Shadow:
                 for t in np.flatnonzero(above_T).tolist()
             )
             self.with_nan = [*dict.fromkeys([*self.with_nan, *found])]
-            for snapshot in self._snapshots:
+            for tell in self.told:
                 for delta in deltas:
-                    snapshot.note(delta)
+                    tell(delta)
 
     def gains(self, delta: Delta) -> Mapping[int, np.ndarray] | None:
         """Return what steps that the bits have taken add to the fingerprints, as `Difference.gains`; None on
@@ -242,13 +235,6 @@ class Shadow:
         `digests` are the fingerprints after it, by width.
         """
         return self._memory.encode(codec_name, delta, digests, version, most)
-
-    def snapshot(self) -> Snapshot:
-        """Return the bits of now, while the shadow goes on."""
-        snapshot = Snapshot(self)
-        with self.lock:
-            self._snapshots = [*self._snapshots, snapshot]
-        return snapshot
 
     @property
     def size_bytes(self) -> dict[str, int]:
@@ -276,98 +262,3 @@ class Shadow:
     def _become(self, memory: HostShadow) -> None:
         with self.lock:
             self._memory = memory
-
-
-def held_bytes(layout: Layout, ranges: Mapping[str, Range]) -> int:
-    """Return the bytes of these ranges."""
-    return sum(layout.specs[name].item_bytes * (stop - start) for name, (start, stop) in ranges.items())
-
-
-def choose(
-    wanted: str, layout: Layout, ranges: Mapping[str, Range], devices: Collection[torch.device]
-) -> torch.device | None:
-    """Return the device where the shadow of tensors on `devices` goes, None for the host; and say so in the
-    log.
-    """
-    device, why = None, "it was chosen"
-    if wanted != "host":
-        why = f"the tensors are on {', '.join(map(str, devices)) or 'no device'}"
-        if len(devices) == 1 and kernels.compares(of := next(iter(devices))):
-            room, needed = accelerator(of).room(layout, ranges)
-            if wanted == "device" or needed <= room:
-                device = of
-            else:
-                why = f"{of} has room for {room} bytes, and it needs {needed}"
-    place = "host" if device is None else device
-    logger.info("shadow place=%s why=%r bytes=%d", place, why, held_bytes(layout, ranges))
-    return device
-
-
-class Snapshot:
-    """The bits that a shadow had at one moment, of the ranges that it holds, while it advances: less the
-    steps since.
-
-    Each tensor is read once. The shadow's lock is held while the bits change, and while a tensor is read
-    again that changed while it was being read.
-    """
-
-    def __init__(self, shadow: Shadow) -> None:
-        self._fingerprints = shadow.fingerprints
-        self._shadow: Shadow | None = shadow
-        self._left = set(shadow.specs)
-        self._later: list[Delta] = []
-
-    def note(self, delta: Delta) -> None:
-        """Note a step of the shadow, which holds the lock."""
-        before = self._later
-        self._later = [*([merge(before)] if len(before) >= _MOST_LATER else before), delta]
-
-    def take(self, name: str, out_N: np.ndarray) -> int:
-        """Write a tensor's range of bits into `out_N`, unsigned and flat, and return its share of the
-        fingerprint.
-
-        Raises:
-            CorruptDataError: memory has damaged them.
-        """
-        assert self._shadow is not None
-        lock, bits_N, (start, _) = self._shadow.lock, self._shadow.bits[name], self._shadow.ranges[name]
-        key = native.key_from(fingerprint.tensor_key(name), start)
-        with lock:
-            before = self._later
-        # Without the lock, so that the trainer does not wait for it.
-        found = native.take(key, bits_N, out_N)
-        with lock:
-            later = self._later
-            if later is not before:  # each step makes another list
-                np.copyto(out_N, self._shadow.bits[name])
-            self._left.discard(name)
-        for delta in later:
-            steps = delta.of(name)
-            out_N[steps.at_K - steps.at_K.dtype.type(start)] -= steps.data_K
-        if later:
-            found = native.fingerprint(key, out_N)
-        if found != self._fingerprints[name]:
-            raise CorruptDataError(f"The bits of {name} in memory are not those that were published.")
-        if not self._left:
-            self.close()
-        return found
-
-    def close(self) -> None:
-        """Drop the steps since; no tensor is read any more."""
-        if (shadow := self._shadow) is not None:
-            with shadow.lock:
-                shadow._snapshots = [other for other in shadow._snapshots if other is not self]
-                self._left, self._later, self._shadow = set(), [], None
-
-
-class Weights(NamedTuple):
-    """The weight files of one version, made one at a time."""
-
-    files: Iterator[tuple[str, bytes | memoryview]]  # name and content of each, made when it is asked for
-    close: Callable[[], None]  # frees what they are made from
-
-    @classmethod
-    def of(cls, shadow: Shadow) -> Self:
-        """Return the weights that a shadow with the whole model holds now; it may advance meanwhile."""
-        snapshot = shadow.snapshot()
-        return cls(anchors.taken_files(shadow.specs, snapshot.take, limits.WEIGHT_FILE_BYTES), snapshot.close)

@@ -19,7 +19,8 @@ from deltasync.errors import ConfigError, PublishError, StoreError, get_logger
 from deltasync.publish.detect import Difference
 from deltasync.publish.pending import Pending
 from deltasync.publish.ranges import Range
-from deltasync.publish.shadow import Shadow, Weights
+from deltasync.publish.shadow import Shadow
+from deltasync.publish.snapshot import Weights
 from deltasync.stores import Store
 from deltasync.stores.retries import holds
 from deltasync.tensors import Fingerprints, TensorSpec

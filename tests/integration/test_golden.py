@@ -21,7 +21,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CorruptDataError, DeltaSyncError
 from deltasync.following import LiveWeights
 from deltasync.kernels import native
-from deltasync.live import LiveMemory
+from deltasync.live import HostMemory
 from deltasync.stores import open_store
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, dtype_name
@@ -223,7 +223,7 @@ def test_a_compaction_gives_the_published_bits_to_both_readers(codec: str) -> No
     assert _independently(Channel(GOLDEN / codec), VERSIONS[-1], "compaction") == expected
 
     reader = ChannelReader(open_store(f"file://{GOLDEN / codec}"))
-    memory, tensors = LiveMemory.on_host(reader.specs)
+    memory, tensors = HostMemory.on_host(reader.specs)
     memory.audit()
     follower = LiveWeights(reader, memory)
     newest = reader.newest()

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 from deltasync.errors import CommitError, StageError
 from deltasync.kernels import native, reference, table
-from deltasync.live import LiveMemory, Segment, Union, model_fingerprint, staging
+from deltasync.live import HostMemory, LiveMemory, Segment, Union, model_fingerprint, staging
 from deltasync.live.staging import Staged
 from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, fingerprint, region_end, region_size
 from deltasync.tensors.bits import bits_of, int_view, tensor_of
@@ -80,14 +80,14 @@ def _memory_in_pieces(spec: TensorSpec, bits_N: np.ndarray) -> LiveMemory:
 
 
 def _zeros(specs: dict[str, TensorSpec]) -> tuple[LiveMemory, dict[str, torch.Tensor]]:
-    memory, tensors = LiveMemory.on_host(specs)
+    memory, tensors = HostMemory.on_host(specs)
     for tensor in tensors.values():
         int_view(tensor).zero_()
     return memory, tensors
 
 
 def _host_memory(spec: TensorSpec, bits_N: np.ndarray) -> LiveMemory:
-    memory, tensors = LiveMemory.on_host({spec.name: spec})
+    memory, tensors = HostMemory.on_host({spec.name: spec})
     int_view(tensors[spec.name]).copy_(int_view(tensor_of(bits_N.copy(), spec)))
     return memory
 
@@ -203,7 +203,7 @@ def test_a_tensor_that_is_held_in_part_is_gathered_where_it_is_held() -> None:
 @given(our.specs(), st.data())
 def test_host_memory_takes_every_shape_and_dtype(spec: TensorSpec, data: st.DataObject) -> None:
     new_N = data.draw(our.bit_arrays(spec.dtype, spec.element_count))
-    memory, tensors = LiveMemory.on_host({spec.name: spec})
+    memory, tensors = HostMemory.on_host({spec.name: spec})
     memory.audit()
     wanted = reference.fingerprint(fingerprint.tensor_key(spec.name), new_N)
     memory.commit(memory.stage_weights([(spec.name, new_N, wanted)]))
@@ -224,7 +224,7 @@ def models(draw: st.DrawFn) -> tuple[dict[str, TensorSpec], dict[str, np.ndarray
 @given(models())
 def test_a_delta_of_a_whole_model_is_staged_committed_and_brought_back(model: tuple) -> None:
     specs, old, new = model
-    memory, tensors = LiveMemory.on_host(specs)
+    memory, tensors = HostMemory.on_host(specs)
     for name, tensor in tensors.items():
         bits_of(tensor)[:] = old[name]
     memory.audit()
@@ -249,7 +249,7 @@ def test_a_delta_of_a_whole_model_is_staged_committed_and_brought_back(model: tu
 @given(models())
 def test_memory_that_nobody_uses_takes_a_delta_at_once(model: tuple) -> None:
     specs, old, new = model
-    memory, _ = LiveMemory.on_host(specs)
+    memory, _ = HostMemory.on_host(specs)
     memory.load(
         (name, bits_N, digest)
         for (name, bits_N), digest in zip(old.items(), deltas.digests(old).values(), strict=True)
@@ -402,7 +402,7 @@ def test_a_commit_that_cannot_be_undone_says_that_the_weights_are_uncertain() ->
 
 def test_what_is_staged_takes_three_times_the_changed_bytes() -> None:
     spec = TensorSpec("w", "bfloat16", (1000, 100))
-    memory, _ = LiveMemory.on_host({"w": spec})
+    memory, _ = HostMemory.on_host({"w": spec})
     memory.audit()
     index_K = np.arange(0, spec.element_count, 100, dtype=np.int32)
     steps = Sparse(index_K, np.ones(index_K.size, np.uint16))

@@ -20,7 +20,7 @@ from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.following import LiveWeights
 from deltasync.kernels import native, reference
-from deltasync.live import LiveMemory, Segment, Union, model_fingerprint
+from deltasync.live import HostMemory, LiveMemory, Segment, Union, model_fingerprint
 from deltasync.ops import KeepPolicy
 from deltasync.stores import Store
 from deltasync.tensors import TensorSpec, fingerprint
@@ -116,7 +116,7 @@ def by_compaction(store: Store, count: int, base: int, codec: str) -> Proof:
     """By one compaction from a version before; the deltas that it covers are not looked at."""
     reader = ChannelReader(store)
     compaction = ops.write_compaction(reader, base, count, codec_name=codec)
-    memory, tensors = LiveMemory.on_host(reader.specs)
+    memory, tensors = HostMemory.on_host(reader.specs)
     memory.audit()
     follower = LiveWeights(reader, memory)
     for way in (find_chain(reader, None, reader.numbered(base).version), [compaction]):

@@ -19,7 +19,8 @@ from deltasync.kernels import native
 from deltasync.ops.steps import Steps
 from deltasync.publish.detect import Difference
 from deltasync.publish.ranges import Range
-from deltasync.publish.shadow import Shadow, Snapshot
+from deltasync.publish.shadow import Shadow
+from deltasync.publish.snapshot import Snapshot
 from deltasync.tensors import Delta, TensorSpec, fingerprint
 from deltasync.tensors.bits import tensor_of
 from deltasync.tensors.delta import joined, merge
@@ -119,7 +120,7 @@ def test_a_snapshot_has_the_bits_of_its_moment(moves: list[str], model: tuple, d
     specs, old, new = model
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
     shadow = shadow_of(specs, old, whole)
-    snapshot = shadow.snapshot()
+    snapshot = Snapshot(shadow)
     left = data.draw(st.permutations(list(specs)))
     for move in moves:
         found = compared(shadow, old if move == "back" else new)
@@ -214,7 +215,7 @@ def test_an_interrupt_while_a_stream_is_compared_leaves_the_shadow(number: int) 
     new = {name: bits_N + np.asarray(1, bits_N.dtype) for name, bits_N in old.items()}
     whole = {name: (0, spec.element_count) for name, spec in specs.items()}
     shadow = shadow_of(specs, old, whole)
-    before, snapshot = dict(shadow.fingerprints), shadow.snapshot()
+    before, snapshot = dict(shadow.fingerprints), Snapshot(shadow)
     calls, compare = itertools.count(), native.compare
 
     def interrupted(*arguments: Any) -> Any:

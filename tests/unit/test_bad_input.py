@@ -28,7 +28,7 @@ from deltasync.errors import (
     NotPublishedError,
     StageError,
 )
-from deltasync.live import LiveMemory
+from deltasync.live import HostMemory
 from deltasync.tensors import Delta
 from tests.channels import Made
 from tests.conftest import assert_same_bits
@@ -90,14 +90,14 @@ def scene(memory_url: str) -> Scene:
 def test_a_join_that_runs_out_of_memory_has_what_came_before(
     scene: Scene, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def full(self: LiveMemory, delta: Delta) -> None:
+    def full(self: HostMemory, delta: Delta) -> None:
         first = delta.part(next(delta.split(1)))
         assert 0 < first.changed < delta.changed
         apply(self, first)
         raise MemoryError("Unable to allocate 1.16 GiB for an array (by the test)")
 
-    apply = LiveMemory.apply
-    monkeypatch.setattr(LiveMemory, "apply", full)
+    apply = HostMemory.apply
+    monkeypatch.setattr(HostMemory, "apply", full)
     replica = Replica(scene.store)
     with pytest.raises(StageError, match="Not enough memory for version 2"):
         replica.sync()

@@ -28,7 +28,7 @@ from deltasync.channel.plan import find_chain
 from deltasync.channel.reading import ChannelReader
 from deltasync.codec.base import FORMAT, Encoded
 from deltasync.errors import CorruptDataError, DeltaSyncError, FormatError, MissingVersionError, StageError
-from deltasync.live import LiveMemory
+from deltasync.live import HostMemory
 from deltasync.opening.checkpoint import load
 from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat, heartbeat_of
@@ -384,7 +384,7 @@ def test_a_table_of_more_bytes_than_there_can_be_is_corrupt(tensors: dict[str, A
 def test_a_model_that_is_larger_than_the_machine_is_refused_before_it_is_allocated() -> None:
     specs = {"w": TensorSpec("w", "bfloat16", (1 << 61,))}
     with pytest.raises(StageError, match="bytes of memory"):
-        LiveMemory.on_host(specs)
+        HostMemory.on_host(specs)
 
 
 # Keys and paths

@@ -11,7 +11,7 @@ from deltasync.channel.payloads import delta
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import Retention
 from deltasync.errors import PublishError
-from deltasync.live import LiveMemory
+from deltasync.live import HostMemory
 from deltasync.ops import check
 from tests.builders import assert_holds, finish_maintenance
 from tests.conftest import assert_same_bits
@@ -47,7 +47,7 @@ def assert_compaction_gives(store: FaultyStore, states: list[Weights], base: int
     """The bits of a version, from those of a base, by the compaction alone."""
     reader = ChannelReader(store)
     (key,) = [info.key for span, info in reader.compactions() if (span.base, span.version) == (base, version)]
-    memory, tensors = LiveMemory.on_host(reader.specs)
+    memory, tensors = HostMemory.on_host(reader.specs)
     for name, tensor in states[base - 1].items():
         tensors[name].copy_(tensor)
     memory.audit()

@@ -26,7 +26,7 @@ from deltasync.errors import (
 )
 from deltasync.following import Cursor, LiveWeights
 from deltasync.following.identify import identify
-from deltasync.live import LiveMemory, model_fingerprint
+from deltasync.live import HostMemory, model_fingerprint
 from deltasync.opening import checkpoint, references
 from deltasync.ops import KeepPolicy
 from deltasync.ops.cli import main
@@ -144,7 +144,7 @@ class TestIdentify:
 
     def follower(self, store: Store, state: Weights) -> tuple[LiveWeights, Cursor]:
         reader = ChannelReader(store)
-        memory, tensors = LiveMemory.on_host(reader.specs)
+        memory, tensors = HostMemory.on_host(reader.specs)
         for name, tensor in tensors.items():
             tensor.copy_(state[name])
         memory.audit()

@@ -13,7 +13,7 @@ import torch
 from deltasync import Publisher
 from deltasync.errors import ConfigError
 from deltasync.gpu import shadow as device_shadow
-from deltasync.publish import shadow
+from deltasync.publish import placement
 from deltasync.tensors import Layout, TensorSpec
 
 GIB = 1 << 30
@@ -29,7 +29,7 @@ class Driver:
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: self.allocated)
         monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: self.peak)
         monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: self.reserved)
-        monkeypatch.setattr(shadow.kernels, "compares", lambda device: device.type == "cuda")
+        monkeypatch.setattr(placement.kernels, "compares", lambda device: device.type == "cuda")
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ RANGES: Mapping[str, tuple[int, int]] = {"w": (0, 1 << 30)}
 
 
 def chosen(place: str, *devices: str) -> torch.device | None:
-    return shadow.choose(place, LAYOUT, RANGES, {torch.device(name) for name in devices})
+    return placement.choose(place, LAYOUT, RANGES, {torch.device(name) for name in devices})
 
 
 def test_pytorchs_cache_is_room_but_not_what_training_needs(driver: Driver) -> None:
