@@ -10,10 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from deltasync.publish.opened import Opened
     from deltasync.publish.pending import Receipt
-    from deltasync.publish.publisher import BasePublisher, Opened
+    from deltasync.publish.publisher import BasePublisher
 
-_HOME = {"BasePublisher": "publisher", "Opened": "publisher", "Receipt": "pending"}
+_HOME = {"BasePublisher": "publisher", "Opened": "opened", "Receipt": "pending"}
 
 __all__ = [
     "BasePublisher",
@@ -26,6 +27,7 @@ __all__ = [
     "encode",
     "log",
     "maintenance",
+    "opened",
     "pending",
     "placement",
     "ranges",

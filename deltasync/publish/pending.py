@@ -16,10 +16,11 @@ import numpy as np
 from deltasync.channel import documents
 from deltasync.channel.documents import Anchor, Channel, Record, Reference, TokenLag
 from deltasync.errors import AckTimeoutError
+from deltasync.publish.detect import Difference
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.snapshot import Weights
 from deltasync.tensors import Delta, Fingerprints, fingerprint
-from deltasync.tensors.delta import joined
+from deltasync.tensors.delta import joined, merge
 
 
 @dataclasses.dataclass(kw_only=True, eq=False)
@@ -101,6 +102,39 @@ class Pending:
             token_lag=msgspec.UNSET if self.token_lag is None else self.token_lag,
             requires=[*requires],
         )
+
+    @classmethod
+    def of_reference(
+        cls, serial: int, version: int, channel: Channel, shadow: Shadow, reference: Reference
+    ) -> Self:
+        """Return a version that is a reference to a checkpoint."""
+        known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
+        return cls(
+            serial=serial,
+            version=version,
+            channel=channel,
+            shadow=shadow,
+            full=True,
+            reference=reference,
+            fingerprints=Fingerprints.by_name(shadow.layout, known),
+        )
+
+    def merged(self, found: Difference) -> tuple[Sequence[Delta], Mapping[int, np.ndarray]]:
+        """Return the pieces and the gains of this job, which waits, and of a later difference."""
+        pieces: Sequence[Delta] = [*self.pieces, *found.pieces]
+        if self.pieces and found.pieces:
+            pieces = [merge([self.delta, joined(found.pieces, self.shadow.layout)])]
+        gains = {
+            width: gain_T + self.gains.get(width, np.zeros_like(gain_T))
+            for width, gain_T in found.gains.items()
+        }
+        return pieces, {**self.gains, **gains}
+
+    def take_over(self, waiting: Self) -> None:
+        """Answer the receipts of a waiting job too, which this one contains."""
+        waiting.drop_weights()
+        self.encoded, self.uploaded = waiting.encoded, waiting.uploaded
+        self.coalesced = waiting.coalesced + 1
 
     def drop_weights(self) -> None:
         """Free the local disk of its weights."""

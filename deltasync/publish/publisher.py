@@ -12,74 +12,24 @@ it, or none.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
-from typing import NamedTuple, Protocol, Self
+from collections.abc import Mapping
+from typing import Self
 
-import numpy as np
 import torch
 
-from deltasync.channel.documents import Channel, Reference, TokenLag
-from deltasync.config import PublisherSettings, token_ages, whole_number
+from deltasync.channel.documents import TokenLag
+from deltasync.config import token_ages, whole_number
 from deltasync.ending import uninterrupted
 from deltasync.errors import ConfigError, get_logger
-from deltasync.publish.agreement import Alone, StreamReader, attempt
+from deltasync.publish.agreement import attempt
 from deltasync.publish.detect import Difference
-from deltasync.publish.log import Log
+from deltasync.publish.opened import Opened
 from deltasync.publish.pending import Pending, Receipt
 from deltasync.publish.ranges import Stream
-from deltasync.publish.shadow import Shadow
-from deltasync.publish.upload import Decision, UploadQueue
-from deltasync.stores import Store
-from deltasync.tensors import Fingerprints
-from deltasync.tensors.delta import joined, merge
+from deltasync.publish.upload import Decision
 from deltasync.threads import OneCaller, release_after_interrupt
 
 logger = get_logger(__name__)
-
-
-class Beginning(Protocol):
-    """The base of the first stream: the version that is resumed, a checkpoint, or nothing.
-
-    Attributes:
-        channel: The channel's description, once a stream was compared.
-        source: Reads the streams.
-        shadow: The bits that a first stream was compared with, or its own.
-        is_resumed: Whether they are those of the version that is resumed.
-        reference: The reference to a checkpoint that the first version is, if it is one.
-        begins_again: Whether a first version that was lost may be a reference again.
-    """
-
-    channel: Channel | None
-    source: StreamReader
-    shadow: Shadow | None
-    is_resumed: bool
-    reference: Reference | None
-    begins_again: bool
-
-    def compare(self, named_tensors: Stream, *, may_refer: bool) -> Difference:
-        """Compare the first stream, and set the attributes."""
-
-
-class Opened(NamedTuple):
-    """The parts of a publisher of an opened channel; `deltasync.trainer.Publisher` puts it together.
-
-    Attributes:
-        log: None where another process appends.
-        version: The newest version, 0 if there is none.
-        resumes: Whether the next publish is the first of a resumed run.
-        check_step: Raises if a first publish has other bits of its step than the channel, or has failed.
-    """
-
-    store: Store
-    settings: PublisherSettings
-    run_id: str
-    version: int
-    resumes: bool
-    agreement: Alone
-    log: Log | None
-    queue: UploadQueue
-    start: Beginning
-    check_step: Callable[[int | None, Shadow | None, Difference | None, BaseException | None], None]
 
 
 class BasePublisher:
@@ -348,15 +298,7 @@ class BasePublisher:
             self.agreement.forget()
         pieces, gains = found.pieces, found.gains
         if waiting is not None and not full:
-            if waiting.pieces and pieces:
-                pieces = [merge([waiting.delta, joined(pieces, shadow.layout)])]
-            else:
-                pieces = [*waiting.pieces, *pieces]
-            gains = {
-                width: gain_T + waiting.gains.get(width, np.zeros_like(gain_T))
-                for width, gain_T in gains.items()
-            }
-            gains = {**waiting.gains, **gains}
+            pieces, gains = waiting.merged(found)
         changed, fingerprints = self.agreement.totals(
             shadow, found, sum(delta.changed for delta in pieces), needed=not full or reference is not None
         )
@@ -366,18 +308,7 @@ class BasePublisher:
             shadow.apply(found)  # before weights are collected, which are the new ones
         jobs: list[Pending] = []
         if reference is not None:
-            known = {name: int(digest, 16) for name, digest in reference.fingerprints.items()}
-            jobs = [
-                Pending(
-                    serial=serial,
-                    version=version,
-                    channel=channel,
-                    shadow=shadow,
-                    full=True,
-                    reference=reference,
-                    fingerprints=Fingerprints.by_name(shadow.layout, known),
-                )
-            ]
+            jobs = [Pending.of_reference(serial, version, channel, shadow, reference)]
             if not changed:
                 return jobs
             serial, version, full, collects = serial + 1, 2, False, False
@@ -397,13 +328,8 @@ class BasePublisher:
         )
         if not full:
             made.changed, made.pieces, made.gains = changed, pieces, gains
-        if waiting is not None:  # the new job answers its receipts too
-            waiting.drop_weights()
-            made.encoded, made.uploaded, made.coalesced = (
-                waiting.encoded,
-                waiting.uploaded,
-                waiting.coalesced + 1,
-            )
+        if waiting is not None:
+            made.take_over(waiting)
         return [*jobs, made]
 
     def _recover(self) -> None:

@@ -217,9 +217,9 @@ MUTANTS = {
         "deltasync.publish.shadow", "before.with_gains(difference.gains)", "before", ""
     ),
     "what waits is merged with nothing": Mutant(
-        "deltasync.publish.publisher",
-        "merge([waiting.delta, joined(pieces, shadow.layout)])",
-        "joined(pieces, shadow.layout)",
+        "deltasync.publish.pending",
+        "merge([self.delta, joined(found.pieces, self.shadow.layout)])",
+        "joined(found.pieces, self.shadow.layout)",
         "hung",
     ),
     "the shadow moves before the ranks agree": Mutant(
