@@ -428,6 +428,7 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "hosts": hosts,
     "lag": _of_command("lag"),
     "join": _of_command("join"),
+    "age": _of_command("age"),
     "scale": _of_command("scale", function="measured"),
     "scale-computed": _of_command("scale", function="computed"),
     "wordle": _of_command("wordle", "demo"),

@@ -115,20 +115,21 @@ def scan_channel(
     wanted: Callable[[Iterable[Slot]], Iterable[Slot]] = list,
     shortcuts_wanted: Callable[[Slot], bool] = lambda span: True,
     whole: bool = False,
+    oldest: int = 1,
 ) -> Scan:
     """List records, compactions and announcements, and read their documents.
 
     `wanted` selects the slots whose documents are read, from all slots in ascending order; then
     `shortcuts_wanted` selects the compactions and announcements. The others are listed only. With `whole`,
-    whole objects are read; otherwise only the document at the end, without checking its digest. Raises like
-    `check_listing`.
+    whole objects are read; otherwise only the document at the end, without checking its digest. Versions before
+    the `oldest` are not even listed. Raises like `check_listing`.
     """
 
     def read(info: ObjectInfo) -> StoredRecord | Record:
         return dataclasses.replace(reader.stored(info.key), data=None) if whole else reader.document(info)
 
     reader.channel()
-    listed = retried(lambda: _listed(reader), 2, _LISTED_DELAY_S)
+    listed = retried(lambda: _listed(reader, oldest), 2, _LISTED_DELAY_S)
     slots = {slot: listed[slot] for slot in wanted(listed)}
     listed_shortcuts = reader.shortcuts()
     shortcuts = [info for span, info in listed_shortcuts if shortcuts_wanted(span)]
@@ -141,7 +142,7 @@ def scan_channel(
     stored = {key: found for key, found in read_of.items() if isinstance(found, StoredRecord)}
     documents = {key: found for key, found in read_of.items() if isinstance(found, Record)}
     documents |= {key: found.record for key, found in stored.items()}
-    if wanted is list:
+    if wanted is list and oldest == 1:
         last = max((slot.newness for slot in listed), default=("", 0))
         named = digests([*documents.values()])
         check_listing(reader, [slot.key for slot in named if slot not in listed and slot.newness < last])
@@ -158,15 +159,17 @@ def scan_channel(
     )
 
 
-def _listed(reader: ChannelReader) -> dict[Slot, ObjectInfo]:
-    """List all records, and check that the newest one that is found by its key is among them."""
+def _listed(reader: ChannelReader, oldest: int) -> dict[Slot, ObjectInfo]:
+    """List the records from a number on, and check that the newest one that is found by its key is among them."""
     head = reader.head()
     known = Slot(1, reader.channel().epoch) if head is None else head.newest.slot
     before = known if exists(reader.store, known.key) else None
     while before is not None and exists(reader.store, _after(before).key):
         before = _after(before)
-    listed = dict(reader.slots())
-    check_listing(reader, [before.key] if before is not None and before not in listed else [])
+    found = reader.slots() if oldest == 1 else reader.slots_from(oldest)
+    listed = {slot: info for slot, info in found if slot.version >= oldest}
+    is_lacking = before is not None and before not in listed and before.version >= oldest
+    check_listing(reader, [before.key] if before is not None and is_lacking else [])
     return listed
 
 

@@ -51,6 +51,7 @@ _ANSWER_S = 5.0
 _CONFIRM_S = 3.0  # how long a server has to answer 404, which a proxy may do while the server starts
 _REFRESH_S = 1.0  # least time for one refresh of all heartbeats, also for the last one
 _COARSE_S = 2.0  # stores report times in whole seconds
+_SAMPLE = 20  # heartbeats that are read at once, where one that lags is reason enough to wait
 _NAMED = 20  # replicas that an error names
 _STATUS = "deltasync/status?commits=0"
 
@@ -158,7 +159,10 @@ class FleetHeartbeats:
         self._guesses = False  # whether this machine's clock is all there is
 
     def refresh(
-        self, deadline: float | None = None, enough: Callable[[Heartbeat], bool] = lambda _: False
+        self,
+        deadline: float | None = None,
+        enough: Callable[[Heartbeat], bool] = lambda _: False,
+        ends: Callable[[Heartbeat], bool] | None = None,
     ) -> list[Heartbeat]:
         """Return the heartbeats that are not expired, sorted by their keys. See `boots` for the arguments and
         errors.
@@ -166,46 +170,72 @@ class FleetHeartbeats:
         Each boot is a replica of its own while it is live. Live ones of the same name have the boot in their
         `replica_id`; of others only the newest heartbeat of a name is returned.
         """
-        return _told_apart(self.boots(EXPIRED_S, deadline, enough))
+        return _told_apart(self.boots(EXPIRED_S, deadline, enough, ends))
 
     def boots(
         self,
         within_s: float,
         deadline: float | None = None,
         enough: Callable[[Heartbeat], bool] = lambda _: False,
+        ends: Callable[[Heartbeat], bool] | None = None,
     ) -> list[Heartbeat]:
         """Return the last heartbeat of each boot that was heard of within a time, sorted by their keys.
 
         Those not read by the deadline (`time.monotonic`) have the state `unread`. One that was `enough`
         before is not read again. One that a listing lacks, which may be incomplete, stays until it is too
-        old.
+        old. Where one `ends` the look, at most `_SAMPLE` others are read with it, or after it; the rest stay as
+        they were read last, or are `unread`.
 
         Raises:
             TransientStoreError: they could not even be listed by the deadline.
         """
         self._look(deadline)
         recent = {key: known for key, known in sorted(self._known.items()) if self._age_s(known) <= within_s}
-        new = []
-        for known in recent.values():
+        new, is_over = {}, False
+        for key, known in recent.items():
             is_read = known.read == _state(known.info) and known.info.modified_s > 0
             if not is_read and not any(map(enough, known.beats or ())):
-                new.append(known)
-        for known, beats in zip(
-            new, each([known.info for known in new], self._read_one, deadline), strict=True
-        ):
+                new[key] = known
+            elif ends is not None:
+                is_over = is_over or any(map(ends, self._found(key, known)))
+        if ends is None:
+            self._read([*new.values()], deadline)
+        else:
+            self._read_until(ends, new, deadline, is_over=is_over)
+        found = [beat for key, known in recent.items() for beat in self._found(key, known)]
+        for key in self._known.keys() - recent.keys():
+            self._known[key].beats = self._known[key].read = None
+        return [beat for beat in found if beat.run_id == self.run_id]
+
+    def _read_until(
+        self,
+        ends: Callable[[Heartbeat], bool],
+        new: Mapping[str, _Known],
+        deadline: float | None,
+        *,
+        is_over: bool,
+    ) -> None:
+        """Read new heartbeats, some at once, until one of them `ends` the look, or once if that `is_over`. Those
+        that ended the last look come first.
+        """
+
+        def is_end(key: str) -> bool:
+            return new[key].beats is not None and any(map(ends, self._found(key, new[key])))
+
+        names = sorted(new, key=lambda key: not is_end(key))
+        for first in range(0, len(names), _SAMPLE):
+            some = names[first : first + _SAMPLE]
+            self._read([new[key] for key in some], deadline)
+            if is_over or any(map(is_end, some)):
+                return
+
+    def _read(self, new: Sequence[_Known], deadline: float | None) -> None:
+        infos = [known.info for known in new]
+        for known, beats in zip(new, each(infos, self._read_one, deadline), strict=True):
             # Times are too coarse to show that it was stored again at once; so it is read until it has not
             # for a while.
             lasting = time.monotonic() - known.since_s > _COARSE_S
             known.beats, known.read = beats, _state(known.info) if lasting and beats is not None else None
-        found = [
-            beat
-            for key, known in recent.items()
-            for beat in self._found(key, known)
-            if beat.run_id == self.run_id
-        ]
-        for key in self._known.keys() - recent.keys():
-            self._known[key].beats = self._known[key].read = None
-        return found
 
     def _look(self, deadline: float | None) -> None:
         """List the heartbeats, and note which have changed."""
@@ -418,13 +448,22 @@ def wait_for(
     poll_s = _FIRST_POLL_S
     known = FleetHeartbeats(store, run_id, decides=True) if known is None else known
     followed_s = time.monotonic()
+
+    def serves(beat: Heartbeat) -> bool:
+        return _serves(beat, version, published)
+
+    def lags(beat: Heartbeat) -> bool:
+        return beat.run_id == run_id and is_live(beat) and beat.pin is None and not serves(beat)
+
     while True:
         refresh_until = max(deadline, time.monotonic() + _REFRESH_S)
         try:
             if urls:
                 heartbeats = ask(urls, run_id, refresh_until)
             else:
-                heartbeats = known.refresh(refresh_until, lambda beat: _serves(beat, version, published))
+                # one that lags is enough to wait on; in the end all that lag are named
+                ends = lags if time.monotonic() < deadline else None
+                heartbeats = known.refresh(refresh_until, serves, ends)
         except TransientStoreError:
             if time.monotonic() >= deadline:
                 raise
@@ -436,7 +475,7 @@ def wait_for(
             if time.monotonic() - followed_s > _CONFIRM_S:
                 raise ConfigError(f"{lost[0]} Version {version} is published, and not served there.")
             live = [beat for beat in heartbeats if is_live(beat) and beat.pin is None]
-            lagging = [beat for beat in live if not _serves(beat, version, published)]
+            lagging = [beat for beat in live if not serves(beat)]
             if live and not lagging:
                 return live
             if time.monotonic() >= deadline:

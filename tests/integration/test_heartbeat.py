@@ -5,6 +5,7 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -242,6 +243,33 @@ def test_every_replica_counts_however_many_there_are(memory_url: str) -> None:
     assert len(heartbeat.wait_for(store, RUN, 2, PUBLISHED, 60.0, known=known)) == 10_001
     # the others served it already
     assert {key for _, key, _ in store.bytes_read} == {"replicas/straggler.json"}
+
+
+def test_a_look_ends_with_one_that_lags_and_reads_a_few_others(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url))
+    for number in range(100):
+        beat(store, f"replica-{number:02d}", 1)
+    known = heartbeat.FleetHeartbeats(store, RUN)
+    serves, lags = (lambda found: found.version == 2), (lambda found: found.version == 1)
+    looked: list[int] = []
+
+    def look() -> list[Heartbeat]:
+        store.bytes_read.clear()
+        found = known.refresh(enough=serves, ends=lags)
+        looked.append(len(store.bytes_read))
+        return found
+
+    states = Counter(found.state for found in look())
+    assert states == {"serving": 20, "unread": 80}
+    for number in range(100):
+        if number != 70:
+            beat(store, f"replica-{number:02d}", 2)
+    found = {found.replica_id: found.version for found in look()}
+    assert looked == [20, 80] and found.pop("replica-70") == 1  # the fourth twenty have it
+    assert sorted(Counter(found.values()).items(), key=str) == [(2, 79), (None, 20)]
+    look()
+    beat(store, "replica-70", 2)
+    assert {found.version for found in look()} == {2} and max(looked[2:]) <= 20
 
 
 def test_an_error_names_some_of_many(store: Store) -> None:

@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from rich.text import Text
 
     from deltasync.channel.documents import Record
-    from deltasync.channel.keys import Slot
     from deltasync.channel.reading import ChannelReader
     from deltasync.channel.record import StoredRecord
     from deltasync.errors import DeltaSyncError
@@ -136,17 +135,10 @@ def _read(reader: ChannelReader, last: int | None) -> tuple[list[dict[str, Any]]
     from deltasync import ops
     from deltasync.tensors import weight_elements
 
-    oldest = 1
-
-    def newest(slots: Iterable[Slot]) -> list[Slot]:
-        """Return the slots that may hold the last versions. Each epoch that ends among them has a seal."""
-        nonlocal oldest
-        listed = list(slots)
-        if last is not None and listed:
-            oldest = listed[-1].version - last - 1
-        return [slot for slot in listed if slot.version >= oldest]
-
-    held = ops.scan_channel(reader, wanted=newest, shortcuts_wanted=lambda span: span.version >= oldest)
+    oldest, newest = 1, [] if last is None else reader.newest_slots()
+    if last is not None and newest:
+        oldest = max(1, newest[-1][0].version - last - 1)  # each epoch that ends among them has a seal
+    held = ops.scan_channel(reader, oldest=oldest, shortcuts_wanted=lambda span: span.version >= oldest)
     shown = ops.lineage(held.records)[: last or None][::-1]
     digests = ops.identities(reader, held, shown)
     total = weight_elements(reader.specs.values())
