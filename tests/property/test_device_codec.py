@@ -181,6 +181,7 @@ fewer rows.
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["context"] if INTERPRETED else CODECS)  # which has tiles
 def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """16 by 16 tiles of 64 columns, so that chunks have two rows; 8 by 8 of 128 and 384; vectors by gaps

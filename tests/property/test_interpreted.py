@@ -36,3 +36,11 @@ def test_kernels_through_tritons_interpreter(part: str, tmp_path: Path) -> None:
         TESTS,
         TRITON_INTERPRET="1",
     )
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(RUNS, reason="the tests beside this one run as they are")
+@pytest.mark.timeout(1800)
+def test_slow_kernels_through_tritons_interpreter(tmp_path: Path) -> None:
+    file = str(Path(__file__).with_name("test_device_codec.py"))
+    run_again([file], tmp_path, "-m", "slow", TRITON_INTERPRET="1")
