@@ -267,7 +267,8 @@ audit: .venv-tools/.ready
 	.venv-tools/bin/pip-audit --strict --disable-pip --require-hashes --requirement requirements/dev.txt
 
 # The files of a release: a wheel for Linux on x86-64, by this machine's gcc; one on arm64, by ziglang's clang from the package index;
-# and the sources. Checked as the package index checks them, and by what the extensions ask of a machine (requirements/release.py).
+# and the sources. clang compiles for x86-64, too. Checked as the package index checks them, and by what the extensions ask of a
+# machine (requirements/release.py).
 ZIG := $(CURDIR)/.venv-tools/bin/python -m ziglang cc -target aarch64-linux-gnu.2.28
 dist: .venv-tools/.ready
 	rm -rf dist build
@@ -276,6 +277,9 @@ dist: .venv-tools/.ready
 	WHEEL_PLATFORM=manylinux_2_28_aarch64 _PYTHON_HOST_PLATFORM=linux-aarch64 CC='$(ZIG)' LDSHARED='$(ZIG) -shared' \
 	  .venv-tools/bin/python -m build --wheel --outdir dist .
 	rm -rf build
+	$(ZIG:aarch64%=x86_64%) -c -O0 -std=c11 -DPy_LIMITED_API=0x030B0000 -o dist/clang.o deltasync/_native.c \
+	  -I$$(.venv-tools/bin/python -c 'import sysconfig; print(sysconfig.get_path("include"))')
+	rm dist/clang.o
 	.venv-tools/bin/twine check --strict dist/*
 	$(PYTHON) requirements/release.py extensions
 

@@ -321,7 +321,7 @@ INLINE i64 gap_before(const Code *of, i64 b, i64 k, i64 *gap, int one) {
 #define find ISA(find)
 #define flush ISA(flush)
 #define push_bits ISA(push_bits)
-#define push ISA(push)
+#define push_symbol ISA(push_symbol)
 #define pull ISA(pull)
 #define number ISA(number)
 #define open_lane ISA(open_lane)
@@ -1306,7 +1306,7 @@ INLINE void push_bits(u32 **out, u64 *x, u64 value, u32 bits) {
     flush(out, x, 1, bits);
     *x = (*x << bits) + (value & (((u64)1 << bits) - 1));
 }
-INLINE void push(u32 **out, u64 *x, u64 value, const Coding *table) {
+INLINE void push_symbol(u32 **out, u64 *x, u64 value, const Coding *table) {
     u32 extra;
     const Coding *of = table + bucket(value, &extra);
     if (extra) {  // decoding reads groups of 24 bits from the top and the shortest one last, so encoding begins with that
@@ -1338,8 +1338,8 @@ INLINE void ISA(encode_lanes)(Job *job, Code *of, int w, int one) {
 #define PUSH(lane) \
     do { \
         i64 change = --k[lane], begin = gap_before(of, block[lane], change, &gap, one), c = one ? 0 : of->class_K[change]; \
-        push(&out[lane], &x[lane], zigzag(get(step_K, change, w), w), coding + (2 * c + 1) * SYMBOLS); \
-        push(&out[lane], &x[lane], (u64)gap, coding + 2 * begin * SYMBOLS); \
+        push_symbol(&out[lane], &x[lane], zigzag(get(step_K, change, w), w), coding + (2 * c + 1) * SYMBOLS); \
+        push_symbol(&out[lane], &x[lane], (u64)gap, coding + 2 * begin * SYMBOLS); \
     } while (0)
         for (i64 t = 0; t < least; t++) EACH(lane) PUSH(lane);
         EACH(lane) {

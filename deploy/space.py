@@ -2,7 +2,7 @@
 """Create Spaces on the Hugging Face Hub, or update them: replicas of a channel, and the Wordle environment.
 
     make dist
-    python deploy/space.py vllm user/replica-1 --package dist/deltasync-0.1.0-cp311-abi3-linux_x86_64.whl \
+    python deploy/space.py vllm user/replica-1 --package dist/deltasync-0.1.0-cp311-abi3-manylinux_2_34_x86_64.whl \
         --channel URL --model MODEL
 
 The calls to huggingface_hub are planned as data and then made in order, so that a dry run shows exactly what
@@ -246,7 +246,7 @@ def vllm(
       export HF_TOKEN=... DELTASYNC_HTTP_TOKEN=...
       make dist
       python deploy/space.py vllm user/replica-1 user/replica-2 --channel hf://buckets/user/run/a \\
-        --package dist/deltasync-0.1.0-cp311-abi3-linux_x86_64.whl --model Qwen/Qwen3-0.6B --hardware l4x1 \\
+        --package dist/deltasync-0.1.0-cp311-abi3-manylinux_2_34_x86_64.whl --model Qwen/Qwen3-0.6B --hardware l4x1 \\
         --secret HF_TOKEN --secret DELTASYNC_HTTP_TOKEN
     """
     url = open_store(channel).url
@@ -280,7 +280,7 @@ def wordle(spaces: tuple[str, ...], secrets: dict[str, str], **options: Any) -> 
     \b
       export DELTASYNC_ENVIRONMENT_TOKEN=...
       make dist
-      python deploy/space.py wordle user/wordle --package dist/deltasync-0.1.0-cp311-abi3-linux_x86_64.whl \\
+      python deploy/space.py wordle user/wordle --package dist/deltasync-0.1.0-cp311-abi3-manylinux_2_34_x86_64.whl \\
         --secret DELTASYNC_ENVIRONMENT_TOKEN --variable WORDS=full
     """
     _require(secrets, {"DELTASYNC_ENVIRONMENT_TOKEN": "without it anyone can use the server"})

@@ -5,15 +5,16 @@
     python requirements/release.py tag --dry-run
 
 `check` installs the wheel in a new environment of each Python, with the newest versions of its requirements,
-publishes versions and follows them. A warning that our code causes is an error. The environments are
-temporary, and hold several GB each where pip finds a CUDA build of torch; TMPDIR chooses their disk. `tag`
-signs the version that pyproject.toml names, once the tree says the same everywhere.
+publishes versions and follows them, where no compiler is found. A warning that our code causes is an error.
+The environments are temporary, and hold several GB each where pip finds a CUDA build of torch; TMPDIR chooses
+their disk. `tag` signs the version that pyproject.toml names, once the tree says the same everywhere.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import re
 import shutil
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+import time
 import tomllib
 import zipfile
 from pathlib import Path
@@ -130,16 +132,23 @@ def check(pythons: list[str]) -> list[str]:
                 [f"{own}/pip", "install", "--quiet", str(wheel)],
                 [f"{own}/pip", "check"],
                 [f"{own}/deltasync", "--help"],
+                [f"{own}/python", "-m", "deltasync"],
                 [f"{own}/python", "-c", USE],
                 [f"{own}/deltasync", "follow", "--once", "--json", f"file://{folder}/channel"],
             ):
-                done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+                began_s = time.monotonic()
+                environ = {**os.environ} | ({"PATH": own} if command[0] != python else {})
+                done = subprocess.run(
+                    command, cwd=folder, env=environ, capture_output=True, text=True, check=False
+                )
                 if done.returncode or "Traceback" in done.stderr:
                     said = (done.stderr or done.stdout).strip().splitlines()[-1:]
                     problems.append(f"{python}: {' '.join(command[:3])} failed: {''.join(said)}")
                     break
                 if USE in command:
                     print(done.stdout.strip(), flush=True)
+                if command[-1] == "deltasync":
+                    print(done.stdout, f"the tour took {time.monotonic() - began_s:.1f} s", flush=True)
             else:
                 if json.loads(done.stdout)["version"] != 3:
                     problems.append(

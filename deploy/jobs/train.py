@@ -7,7 +7,7 @@ r"""AsyncGRPO on Wordle as a Hugging Face Job, with the replicas and the environ
     make dist
     hf jobs uv run --detach --flavor l4x1 --timeout 4h \
         --secrets HF_TOKEN --secrets REPLICA_TOKEN --secrets DELTASYNC_ENVIRONMENT_TOKEN \
-        --volume deploy:/deploy --volume dist:/dist --with /dist/deltasync-0.1.0-cp311-abi3-linux_x86_64.whl \
+        --volume deploy:/deploy --volume dist:/dist --with /dist/deltasync-0.1.0-cp311-abi3-manylinux_2_34_x86_64.whl \
         --with git+https://huggingface.co/spaces/user/wordle \
         deploy/jobs/train.py --model Qwen/Qwen3-0.6B --channel hf://buckets/user/run/a \
         --servers https://user-replica-1.hf.space https://user-replica-2.hf.space \

@@ -52,7 +52,7 @@ class Printed:
 
 def found() -> list[Printed]:
     """All of them, once each."""
-    return sorted({Printed(where, words) for where, text in _texts() for words in _commands(text)})
+    return sorted({Printed(where, words) for where, text in _texts() for words in commands(text)})
 
 
 def _texts() -> Iterator[tuple[str, str]]:
@@ -107,8 +107,9 @@ def _yaml_commands(node: Any) -> Iterator[list[str]]:
             yield from _yaml_commands(each)
 
 
-def _commands(text: str) -> Iterator[tuple[str, ...]]:
-    joined = re.sub(r"\\\n\s*", " ", text)
+def commands(text: str) -> Iterator[tuple[str, ...]]:
+    """The words of each command of a text, without what is not typed: comments, brackets, redirections."""
+    joined = re.sub(r"\s*\\\n\s*", " ", text)
     joined = re.sub(r"\bsh -c ", "", joined)
     for line in joined.splitlines():
         bare = re.sub(r"(^|\s)#\s.*", "", line.strip().removeprefix("$ "))
@@ -280,17 +281,23 @@ def _python(words: tuple[str, ...]) -> None:
         )
     path = path if path.exists() else path.with_suffix(".py")
     assert path.exists(), f"there is no {program}"
+    _files(words)
     given = set(_OPTIONS.findall(" ".join(words).replace("_", "-"))) - {"--help"}
     assert not given - _options_of(path), f"{program} does not know {given - _options_of(path)}"
     return None
 
 
 def _files(words: tuple[str, ...]) -> None:
-    """The files and folders that it names are there, or are made by `make dist`."""
+    """The files and folders that it names are there, and its wheels are those that `make dist` makes."""
+    platforms = re.findall(r"WHEEL_PLATFORM=(\w+)", (ROOT / "Makefile").read_text(encoding="utf-8"))
     for word in words[1:]:
         path = word.rpartition("=")[2]
-        if re.match(r"(deploy|examples|requirements|docs)/", path):
-            assert (ROOT / path).exists() or path.endswith(".whl"), f"there is no {path}"
+        if path.endswith(".whl"):
+            assert path.endswith(tuple(f"-cp311-abi3-{platform}.whl" for platform in platforms)), (
+                f"make dist makes no {path}"
+            )
+        elif re.match(r"(deploy|examples|requirements|docs)/", path):
+            assert (ROOT / path).exists(), f"there is no {path}"
 
 
 CHECKS: dict[str, Callable[[tuple[str, ...]], None]] = {
@@ -300,6 +307,7 @@ CHECKS: dict[str, Callable[[tuple[str, ...]], None]] = {
     "python3": _python,
     "make": _make,
     "pip install": _pip,
+    "cp": _files,
     "docker build": _files,
     "docker compose": _files,
     "kubectl apply": _files,

@@ -49,6 +49,10 @@ def test_commands_are_found() -> None:
         ("pip install .[vlm]", "no extra"),
         ("python examples/no_such.py", "there is no"),
         ("python -m benchmarks.codec --no-such-option", "does not know"),
+        (
+            "python deploy/space.py wordle me/w --package dist/d-cp311-abi3-linux_x86_64.whl",
+            "make dist makes no",
+        ),
         ("kubectl apply -f deploy/k8s/no-such.yaml", "there is no"),
     ],
 )

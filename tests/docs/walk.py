@@ -4,8 +4,8 @@
 
 A `console` block has commands after `$ `, each followed by what it prints. A block of Python whose first line
 is `# NAME.py` is saved as that file. What stays runs until the walk ends. `masked` takes out what differs from
-run to run and from machine to machine: times, rates, digests, sizes,
-and where lines end.
+run to run and from machine to machine: times, rates, digests, sizes, and where lines end. The ports that the
+page prints are replaced by free ones, so that two walks run side by side.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from demo.processes import Child
+from demo.run import free_port
 from tests.docs.pages import ROOT, Block, blocks
 
 PAGE, SECTION = ROOT / "docs/quickstart.md", "A channel, in a minute"
@@ -54,23 +55,33 @@ def walk(folder: Path) -> Iterator[tuple[Block, list[tuple[str, str]]]]:
     environ = {**clean, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "100", "OMP_NUM_THREADS": "1"}
     environ["DELTASYNC_REPLICA_ID"] = "server-1"  # by default it is the host's name
     exports = ""
+    section = [block for block in blocks(PAGE) if block.section == SECTION]
+    ports = {
+        port: str(free_port()) for block in section for port in re.findall(r"\b(?:5556|8001)\b", block.text)
+    }
     with contextlib.ExitStack() as running:
-        for block in (block for block in blocks(PAGE) if block.section == SECTION):
+        for block in section:
+            text = _replaced(block.text, ports)
             if block.language == "python":
-                (folder / block.note).write_text(block.text)
+                (folder / block.note).write_text(text)
             elif block.language == "bash":
-                command = ["bash", "-euc", f"cd {folder}\n{exports}{block.text}"]
+                command = ["bash", "-euc", f"cd {folder}\n{exports}{text}"]
                 running.enter_context(Child(block.where, command, environ, folder / f"{block.line}.log"))
             else:
                 outputs = []
-                for command, _ in printed(block):
+                for shown, _ in printed(block):
+                    command = _replaced(shown, ports)
                     exports += f"{command}\n" if command.startswith("export ") else ""
                     output = _output(f"{exports}{command}", folder, environ)
                     ends_s = time.monotonic() + 30
                     while "watch" in command and "serving" not in output and time.monotonic() < ends_s:
                         output = _output(f"{exports}{command}", folder, environ)  # heartbeats come later
-                    outputs.append((command, output))
+                    outputs.append((shown, _replaced(output, {free: port for port, free in ports.items()})))
                 yield block, outputs
+
+
+def _replaced(text: str, ports: dict[str, str]) -> str:
+    return re.sub(r"\b\d{4,5}\b", lambda found: ports.get(found[0], found[0]), text)
 
 
 def _output(command: str, folder: Path, environ: dict[str, str]) -> str:

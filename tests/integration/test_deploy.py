@@ -15,7 +15,7 @@ from deltasync.ops.cli import main
 from deploy import space
 from tests.hub.fixtures import HubServer
 
-PACKAGE = "deltasync @ https://example.com/deltasync-9-cp311-abi3-linux_x86_64.whl"
+PACKAGE = "deltasync @ https://example.com/deltasync-9-cp311-abi3-manylinux_2_34_x86_64.whl"
 TOKEN = "token-of-these-spaces"
 FILES = Path(space.__file__).with_name("spaces")
 WORDLE = Path(__file__).parents[2] / "examples" / "wordle"
@@ -126,7 +126,7 @@ def test_a_second_run_changes_what_changed(
     assert deploy("vllm", *arguments).exit_code == 0
     assert known(hub, name) == before
 
-    wheel = tmp_path / "deltasync-9-cp311-abi3-linux_x86_64.whl"
+    wheel = tmp_path / "deltasync-9-cp311-abi3-manylinux_2_34_x86_64.whl"
     wheel.write_bytes(b"PK\x03\x04\0\0 bytes of a wheel" * 100)
     others = ["--package", str(wheel), "--variable", "DELTASYNC_KV_CACHE=recompute", "--sleep-after", "900"]
     done = deploy("vllm", *arguments, *others, "--json")
@@ -150,7 +150,7 @@ def test_replicas_that_require_signatures(
     key = tmp_path / "trainer"
     assert CliRunner().invoke(main, ["keygen", str(key)]).exit_code == 0
     public = tmp_path / "trainer.pub"
-    wheel = tmp_path / "deltasync-9-cp311-abi3-linux_x86_64.whl"
+    wheel = tmp_path / "deltasync-9-cp311-abi3-manylinux_2_34_x86_64.whl"
     wheel.write_bytes(b"PK\x03\x04")
     others = ["--trusted-keys", str(public), "--package", str(wheel)]
     assert deploy("vllm", *replica_arguments(names), *others).exit_code == 0

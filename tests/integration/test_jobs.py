@@ -38,7 +38,9 @@ def test_the_command_of_the_guide_starts_the_job(hub: HubServer, tmp_path: Path)
     command = [str(Path(sys.executable).parent / words[0]), *words[1:]]
     shutil.copytree(ROOT / "deploy", tmp_path / "deploy")
     (tmp_path / "dist").mkdir()
-    (tmp_path / "dist" / "deltasync-0.1.0-cp311-abi3-linux_x86_64.whl").write_bytes(b"bytes of a wheel")
+    (tmp_path / "dist" / "deltasync-0.1.0-cp311-abi3-manylinux_2_34_x86_64.whl").write_bytes(
+        b"bytes of a wheel"
+    )
     done = subprocess.run(
         command, cwd=tmp_path, env=hub.env | tokens, capture_output=True, text=True, timeout=120
     )
