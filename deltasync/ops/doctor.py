@@ -178,7 +178,10 @@ def _channel(reader: ChannelReader) -> Iterator[Finding]:
         newest = reader.newest()
         beats = heartbeat.read_all(reader.store, reader.channel().run_id)
     except NotPublishedError:
-        yield Finding("channel", "ok", "There is no channel yet.")
+        found = f"{reader.store.url} holds no channel yet."
+        yield Finding(
+            "channel", "warning", found, "If a trainer has published, compare this URL with its own."
+        )
         return
     except DeltaSyncError as error:
         yield Finding("channel", "failure", str(error), "`deltasync check` shows details.")

@@ -158,7 +158,7 @@ def plot(out: Path, status: dict[str, Any], target: Path, task: str) -> None:
             ([each["version"] for each in lagged], [each["lag_s"] for each in lagged], "")
         ],
         "generation pause (ms)": [(served, [1e3 * commit["pause_s"] for commit in commits], "")],
-        "token lag when trained (versions)": [
+        "token lag: versions from sampling to training": [
             (made, [line.get(f"delta_sync/token_lag_{which}", math.nan) for line in metrics], which)
             for which in ("max", "p95", "mean")
         ],

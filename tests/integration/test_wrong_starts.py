@@ -66,6 +66,7 @@ STARTS = {
     "an http URL": Start("doctor http://host:9000/b/run", "s3://bucket/prefix?endpoint=http://host"),
     "a channel in memory": Start("serve MODEL --channel memory://run", "exists in one process only"),
     "nothing there": Start("watch {channel}-2 --once", "holds no channel yet. Check the URL"),
+    "a mistyped prefix": Start("doctor {channel}s --json", "runs holds no channel yet"),
     "a missing record": Start("watch {channel} --once", "versions/", lost="versions/.*0000003"),
     "a deleted channel": Start("doctor {channel} --json", "lacks its channel.json", lost="(?!head)"),
     "a lost anchor": Start("doctor {channel} --json", "anchors/", lost="anchors/"),
