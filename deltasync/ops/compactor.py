@@ -20,6 +20,7 @@ from deltasync.channel.record import StoredRecord
 from deltasync.config import Retention
 from deltasync.errors import ChainError, DeltaSyncError, get_logger
 from deltasync.ops.retention import KeepPolicy
+from deltasync.ops.scan import Known
 from deltasync.ops.steps import CODEC, Steps
 from deltasync.ops.watch import JoinPoint, JoinWatch
 from deltasync.publish.agreement import Alone, attempt
@@ -35,7 +36,7 @@ from deltasync.threads import Workers
 logger = get_logger(__name__)
 
 _LEAST_BETWEEN = 16
-"""Versions from one garbage collection to the next, which reads all records."""
+"""Versions from one garbage collection to the next, which lists all records."""
 
 SHARE = 0.33
 """Bytes of compactions and anchors that may be stored for each byte of delta, so that they stay a small part
@@ -117,6 +118,7 @@ class Collector:
     def __init__(self, reader: ChannelReader, retention: Retention) -> None:
         self._reader, self._retention = reader, retention
         self._collected = self._failures = 0  # version at the last collection; failed publishes in a row
+        self._known: Known = {}
 
     def is_due(self, version: int) -> bool:
         """Whether to `collect` now that a version is visible."""
@@ -136,7 +138,8 @@ class Collector:
 
     def collect(self) -> None:
         """Collect garbage."""
-        ops.gc(self._reader, KeepPolicy(last=self._retention.keep_last), grace_s=self._retention.grace_s)
+        keep = KeepPolicy(last=self._retention.keep_last)
+        ops.gc(self._reader, keep, grace_s=self._retention.grace_s, known=self._known)
 
 
 class Compactor(Maintenance):

@@ -18,7 +18,15 @@ from deltasync.channel.documents import Record
 from deltasync.channel.keys import Slot
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, MissingVersionError, StoreError
-from deltasync.ops.scan import Scan, in_parallel, local_store, progressed, result_or_error, scan_channel
+from deltasync.ops.scan import (
+    Known,
+    Scan,
+    in_parallel,
+    local_store,
+    progressed,
+    result_or_error,
+    scan_channel,
+)
 from deltasync.serve import heartbeat
 from deltasync.stores.base import ObjectInfo, Store
 
@@ -279,7 +287,12 @@ class References:
 
 
 def gc(
-    reader: ChannelReader, keep: KeepPolicy | None = None, *, grace_s: float = GRACE_S, dry_run: bool = False
+    reader: ChannelReader,
+    keep: KeepPolicy | None = None,
+    *,
+    grace_s: float = GRACE_S,
+    dry_run: bool = False,
+    known: Known | None = None,
 ) -> Collected:
     """Delete the records of all versions except those to keep and their bases, then files that no document
     names any more.
@@ -292,7 +305,8 @@ def gc(
     first, so that the remaining versions are readable at any moment. After an interruption, a call with the
     same `keep` finishes the work. If a version to keep cannot be read, nothing is deleted
     (MissingVersionError). A `dry_run` deletes nothing, and stores only the small object that tells the
-    time; where it may not, the newest object's time is taken for the store's.
+    time; where it may not, the newest object's time is taken for the store's. A caller that collects again keeps
+    what is `known`, so that only new records are read.
 
     The order of its reads makes it safe while a publisher or another tool runs:
 
@@ -322,7 +336,7 @@ def gc(
     local = local_store(store)
     halves = [] if local is None else [*local.unfinished()]
     dead = [info for info in halves if was_stored(info.modified_s, since_s)]
-    held = scan_channel(reader) if old or keep is not None else None
+    held = scan_channel(reader, known=known) if old or keep is not None else None
     plan: RetentionPlan | None = None
     if keep is not None and held is not None:
         served = _served(reader, held, clock, max(grace_s, heartbeat.LIVE_S))

@@ -37,6 +37,10 @@ _LISTED_DELAY_S = 2.0  # wait before an incomplete listing is requested again
 Progress = Callable[[str, int, int], None]  # called with the name of the work, the amount done and the total
 _progress: ContextVar[Progress] = ContextVar("deltasync_progress", default=lambda what, done, total: None)
 
+_State = tuple[str, int, float, str | None]
+Known = dict[_State, Record]
+"""Documents of records and shortcuts by the state of their objects in a listing."""
+
 _Item = TypeVar("_Item")
 _Result = TypeVar("_Result")
 
@@ -116,16 +120,20 @@ def scan_channel(
     shortcuts_wanted: Callable[[Slot], bool] = lambda span: True,
     whole: bool = False,
     oldest: int = 1,
+    known: Known | None = None,
 ) -> Scan:
     """List records, compactions and announcements, and read their documents.
 
     `wanted` selects the slots whose documents are read, from all slots in ascending order; then
     `shortcuts_wanted` selects the compactions and announcements. The others are listed only. With `whole`,
     whole objects are read; otherwise only the document at the end, without checking its digest. Versions before
-    the `oldest` are not even listed. Raises like `check_listing`.
+    the `oldest` are not even listed. Documents that are `known` are not read again; afterwards those that were read
+    are known, and no others. Raises like `check_listing`.
     """
 
     def read(info: ObjectInfo) -> StoredRecord | Record:
+        if known is not None and info.modified_s > 0 and (found := known.get(_state(info))) is not None:
+            return found
         return dataclasses.replace(reader.stored(info.key), data=None) if whole else reader.document(info)
 
     reader.channel()
@@ -142,6 +150,9 @@ def scan_channel(
     stored = {key: found for key, found in read_of.items() if isinstance(found, StoredRecord)}
     documents = {key: found for key, found in read_of.items() if isinstance(found, Record)}
     documents |= {key: found.record for key, found in stored.items()}
+    if known is not None:
+        known.clear()
+        known.update({_state(info): documents[info.key] for info in infos if info.key in documents})
     if wanted is list and oldest == 1:
         last = max((slot.newness for slot in listed), default=("", 0))
         named = digests([*documents.values()])
@@ -157,6 +168,10 @@ def scan_channel(
         problems={key: found for key, found in read_of.items() if isinstance(found, FormatError)},
         stored=stored,
     )
+
+
+def _state(info: ObjectInfo) -> _State:
+    return info.key, info.bytes, info.modified_s, info.content
 
 
 def _listed(reader: ChannelReader, oldest: int) -> dict[Slot, ObjectInfo]:

@@ -13,7 +13,9 @@ from deltasync.config import Retention
 from deltasync.errors import PublishError
 from deltasync.live import HostMemory
 from deltasync.ops import check
+from deltasync.ops.compactor import Collector
 from tests.builders import assert_holds, finish_maintenance
+from tests.channels import made
 from tests.conftest import assert_same_bits
 from tests.faults import FOREVER, FaultyStore
 
@@ -169,6 +171,22 @@ def test_old_versions_are_forgotten_and_their_bytes_deleted(
     for version in left[-4:]:
         assert replica.sync(version) == version
         assert_same_bits(replica.state_dict(), states[version - 1])
+
+
+def test_a_collection_reads_new_records_only(store: FaultyStore) -> None:
+    channel = made(store, 40, compactions=[(1, 30)])
+    collector = Collector(ChannelReader(store), Retention(keep_last=5, grace_s=0.0))
+    collector.collect()
+    assert channel.tip is not None
+    stored = channel.delta(channel.bits[channel.tip.sha256])
+    channel.head()
+    store.bytes_read.clear()
+    collector.collect()
+    documents = [key for verb, key, _ in store.bytes_read if verb == "read" and key.endswith(".safetensors")]
+    assert documents == [stored.key]
+    assert [slot.version for slot, _ in ChannelReader(store).slots()] == [1, *range(30, 42)]
+    assert check(ChannelReader(store)).problems == []
+    assert Replica(store).sync() == 41
 
 
 def test_failures_of_it_are_only_told(store: FaultyStore, caplog: pytest.LogCaptureFixture) -> None:
