@@ -12,7 +12,7 @@ from deltasync import Receipt
 from deltasync.errors import DeltaSyncError
 from deltasync.serve import heartbeat
 from deltasync.serve.heartbeat import Heartbeat
-from deltasync.stores.base import Store
+from deltasync.stores import Store
 from deltasync.threads import daemon
 
 _REFRESH_EVERY_S = 5.0

@@ -11,8 +11,7 @@ from typing import TypeVar
 
 from deltasync import Receipt
 from deltasync.errors import StoreError, TransientStoreError
-from deltasync.stores import Store
-from deltasync.stores.base import WrappedStore
+from deltasync.stores import Store, WrappedStore
 
 logger = logging.getLogger(__name__)
 

@@ -104,11 +104,6 @@ def find_chain(
     return search.by_listings(have)
 
 
-def payload_bytes(chain: Sequence[StoredRecord]) -> int:
-    """Bytes to download for a chain, as `Record.payload_bytes`."""
-    return sum(stored.record.payload_bytes for stored in chain)
-
-
 class _UnreadableError(MissingVersionError):
     """An edge from a listing cannot be used; without one, the version that the replica has is not on the
     chain.

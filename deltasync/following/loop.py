@@ -18,7 +18,6 @@ import msgspec
 
 from deltasync import limits
 from deltasync.channel.documents import VersionId
-from deltasync.channel.plan import payload_bytes
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.config import Pin, ReplicaSettings
@@ -296,7 +295,10 @@ class Loop:
         """Record a commit in the status, the metrics and the log."""
         self.waits.served = chain[-1].version, chain[-1].record.step
         commit = msgspec.structs.replace(
-            commit, lag_s=self.health.lag_s(chain), payload_bytes=payload_bytes(chain), served_at=time.time()
+            commit,
+            lag_s=self.health.lag_s(chain),
+            payload_bytes=sum(stored.record.payload_bytes for stored in chain),
+            served_at=time.time(),
         )
         self.commits.append(commit)
         if self._observer is not None:

@@ -54,7 +54,6 @@ class LiveMemory:
 
     Attributes:
         regions: Which elements each segment holds, by tensor name.
-        is_on_host: Whether any of them is in host memory.
         parts: The fingerprint of each segment, uint64, in the order of `regions`, as of the last commit or
             `audit`; None until the first `audit`.
     """
@@ -79,7 +78,6 @@ class LiveMemory:
         self._first_part = dict(zip(segments, (np.cumsum(counts) - counts).tolist(), strict=True))
         self.parts: np.ndarray | None = None
         self._devices = {device_of(segment.live) for held in segments.values() for segment in held}
-        self.is_on_host = any(device.is_host for device in self._devices)
         self._held: dict[str, Sequence[Region] | None] = {}
 
     @property

@@ -11,11 +11,12 @@ from urllib.parse import urlsplit
 from urllib.request import url2pathname
 
 from deltasync.errors import ConfigError
-from deltasync.stores.base import ObjectInfo, Store
+from deltasync.stores.base import ObjectInfo, Store, WrappedStore
 
 __all__ = [
     "ObjectInfo",
     "Store",
+    "WrappedStore",
     "base",
     "cache",
     "leased",

@@ -51,7 +51,6 @@ PLUGINS_KNOWN = {
     "trl_callback opening.owner",
     "trl_callback publish.agreement",
     "trl_callback stores",
-    "trl_callback stores.base",
     "trl_callback tensors.bits",
     "trl_callback threads",
     "vllm_plugin channel.documents",
