@@ -15,7 +15,7 @@ from deltasync.config import TrainerSettings, check_names
 from deltasync.ending import finish_at_exit
 from deltasync.errors import ConfigError, ModelMismatchError
 from deltasync.serve.constraint import VERSION_HEADER
-from trl_callback import adapter, compat, gather, ranks, server
+from trl_callback import compat, gather, ranks, server
 from trl_callback.config import DeltaSyncConfig
 from trl_callback.record import VersionRecord
 from trl_callback.saved import OwnForm
@@ -100,7 +100,6 @@ class DeltaSyncCallback(TrainerCallback):
         for event in _STOPPING:
             setattr(self._after, event, self._average)
         self._after.on_train_end = self._finish
-        self._adapter: tuple[str, dict[str, Any]] | None = None  # the published adapter
         self._problem: Exception | None = None  # the error that ended publishing
         self._own_form: OwnForm | None = None  # how the model is saved, if that is not transformers' way
         self._was_trained = False  # whether it was asked for after a step
@@ -127,12 +126,10 @@ class DeltaSyncCallback(TrainerCallback):
         """Refuse a model that cannot be published, and replace TRL's transfer of weights to a vLLM server."""
         compat.check_colocated(args)
         if compat.generates_on_server(args):
-            self._check_merged()
             # An evaluation may generate before training.
             self._transfer.bind(model, kwargs.get("processing_class"), args.output_dir)
             self._replace_client(args, model)
         elif compat.streams_weights(args):
-            self._check_merged()
             self._restore = compat.replace_transfer(self._transfer)
         gather.check_form_of(model, self.config.adapter_only)
 
@@ -164,7 +161,7 @@ class DeltaSyncCallback(TrainerCallback):
                 "callback "
                 "(trainer.remove_callback(DeltaSyncCallback)), and give it to the trainer of the best model."
             )
-        self._adapter = self._problem = None
+        self._problem = None
         number = compat.add_around(self, self._before, self._after)
         self._prefix = "delta_sync/" if number == 1 else f"delta_sync_{number}/"
         transfer = self._transfer
@@ -269,13 +266,6 @@ class DeltaSyncCallback(TrainerCallback):
             )
             self._averaging = None
 
-    def _check_merged(self) -> None:
-        if self.config.adapter_only:
-            raise ConfigError(
-                "adapter_only=True does not work with this trainer, which streams merged weights. Leave "
-                "adapter_only out."
-            )
-
     def _replace_client(self, args: Any, model: Any) -> None:
         """Replace TRL's client of a vLLM server with one that publishes the weights."""
         if behind := TrainerSettings.from_env(max_behind=self.config.max_behind).max_behind:
@@ -290,6 +280,7 @@ class DeltaSyncCallback(TrainerCallback):
             model,
             compares=compat.compares_logprobs(args),
             name=None,
+            adapter_only=self.config.adapter_only,
             wait_s=args.vllm_server_timeout,
             channel=self._transfer.store,
             named=self.config.replicas or (),
@@ -318,37 +309,46 @@ class DeltaSyncCallback(TrainerCallback):
                 "GRPOTrainer, RLOOTrainer or AsyncGRPOTrainer."
             )
         if streams:
-            self._check_merged()
             compat.check_transfer(transfer, is_main)
             compat.replace_version(transfer.update_served)
             found = compat.rollout_server(args)
             if found is not None:
-                url, name = found
-                check = functools.partial(
-                    server.check,
-                    args,
-                    model,
-                    url,
-                    compares=compat.compares_logprobs(args),
-                    name=name,
-                    channel=transfer.store,
-                    named=self.config.replicas or (),
-                )
+                url, options = found
                 transfer.server_url = url
-                if not check(wait_s=None):
+                if not self._check_rollouts(args, model, url, options, wait_s=None):
                     # The server may start later, or answer only once it has weights.
-                    transfer.check_server = functools.partial(check, wait_s=args.vllm_server_timeout)
+                    transfer.check_server = functools.partial(
+                        self._check_rollouts, args, model, url, options, wait_s=args.vllm_server_timeout
+                    )
+
+    def _check_rollouts(
+        self, args: Any, model: Any, url: str, options: dict[str, Any], *, wait_s: float | None
+    ) -> bool:
+        """Check the server of the rollouts, and have these name its adapter if that alone is published.
+        Return False if it does not answer.
+        """
+        status = server.check(
+            args,
+            model,
+            url,
+            compares=compat.compares_logprobs(args),
+            name=options.get("model_name"),
+            adapter_only=self.config.adapter_only,
+            wait_s=wait_s,
+            channel=self._transfer.store,
+            named=self.config.replicas or (),
+        )
+        if status is not None and self.config.adapter_only:
+            options["model_name"] = status["adapters"][0]
+        return status is not None
 
     def _publish(self, model: Any, *, if_changed: bool = False, is_last: bool = False) -> None:
         """Publish the weights. If they no longer match the channel, training continues without publishing."""
         if self._problem is not None:
             return
-        stream = functools.partial(gather.stream_of, model, self.config.adapter_only)
         try:
             self._check_own_form(model, is_last=is_last)
-            if self.config.adapter_only:
-                self._check_adapter(model)
-            if self._transfer.publish(stream, if_changed=if_changed):
+            if self._transfer.publish(self._transfer.stream, if_changed=if_changed):
                 self._transfer.record(ack_s=None)
         except (ConfigError, ModelMismatchError) as error:
             if self._transfer.published_step is None:
@@ -368,30 +368,21 @@ class DeltaSyncCallback(TrainerCallback):
             self._was_trained = True
             self._own_form.check(model)
 
-    def _check_adapter(self, model: Any) -> None:
-        gather.check_publishable(model, adapter_only=True)
-        found = adapter.identity(model)
-        if self._adapter is not None and found != self._adapter:
-            raise ConfigError(
-                f"The channel holds the adapter {self._adapter[0]}, but now {found[0]} is active, or its "
-                "configuration has "
-                "changed. Publish it to another channel."
-            )
-        self._adapter = found
 
-
-def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], object], base: type) -> type:
+def client_class(transfer: DeltaWeightTransfer, check: Callable[[str], Any], base: type) -> type:
     """Return a subclass of `base`, TRL's `VLLMClient`, that publishes the weights with `transfer`.
 
     Trainer and server form no process group and need no CUDA. `check` is called with the server's URL once it
-    is up, and raises if its answers cannot be used for training.
+    is up, and returns its status. It raises if the server's answers cannot be used for training.
     """
 
     class DeltaSyncClient(base):
         def init_communicator(self, device: Any = 0) -> None:
-            """Record and check the server's URL."""
+            """Record and check the server's URL. Requests then name its adapter, if that alone is published."""
             transfer.server_url = self.base_url
-            check(self.base_url)
+            status = check(self.base_url)
+            if transfer.config.adapter_only:
+                self.model = status["adapters"][0]
 
         def close_communicator(self) -> None:
             """Do nothing: there is no process group."""

@@ -205,14 +205,14 @@ def _watch_loss(trainer: Any, ages: TokenAges) -> None:
     original = _replace(trainer, "compute_loss", compute_loss)
 
 
-def rollout_server(args: Any) -> tuple[str, str | None] | None:
-    """Return the URL of the server of TRL's rollout worker, and the model that it requests; None for another
-    worker.
+def rollout_server(args: Any) -> tuple[str, dict[str, Any]] | None:
+    """Return the URL of the server of TRL's rollout worker, and the arguments of its loop, which begins later
+    and requests the model `model_name`; None for another worker.
     """
     worker = getattr(running_trainer(), "rollout_worker", None)
     if not _names_in_trl(worker):
         return None
-    return args.vllm_server_base_url, getattr(worker, "_loop_kwargs", {}).get("model_name")
+    return args.vllm_server_base_url, getattr(worker, "_loop_kwargs", {})
 
 
 def replace_client(subclass: Callable[[type], type]) -> Callable[[], None]:

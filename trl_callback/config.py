@@ -42,7 +42,7 @@ class DeltaSyncConfig:
             which TRL's configs use for the dtype of training.)
         adapter_only (`bool`, *optional*, defaults to `False`):
             Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with
-            `deltasync serve --adapter`. Not for trainers that stream merged weights.
+            `deltasync serve --adapter`, whose adapter TRL's rollouts then ask for.
         initial (`str`, *optional*):
             The checkpoint that training starts from and the replicas have loaded: a model on the Hub, optionally with `@`
             and a revision, or a directory that the replicas can read too. `"auto"` is the checkpoint that the model was

@@ -68,23 +68,25 @@ def check(
     compares: bool,
     name: str | None,
     wait_s: float | None,
+    adapter_only: bool = False,
     channel: Store | None = None,
     named: Collection[str] = (),
-) -> bool:
+) -> dict[str, Any] | None:
     """Ask the server at `url` whether it follows the channel, and whether its answers can be trained with.
 
     `compares` says whether the trainer compares log probabilities; `name` is the model that it asks for, None
-    if it asks the server for it. A server that does not answer is asked for `wait_s`; if that is None, the
-    answer then is False. `channel` is the trainer's, None to take any; servers that the user has `named` may
-    follow it by another URL. Raises ConfigError if the server does not follow it, serves another model, or
-    gives log probabilities that cannot be compared.
+    if it asks the server for it. With `adapter_only` it asks for the server's adapter, the first of
+    `adapters` in the status. Returns the status. A server that does not answer is asked for `wait_s`; if that
+    is None, the result then is None. `channel` is the trainer's, None to take any; servers that the user has `named` may
+    follow it by another URL. Raises ConfigError if the server does not follow it, serves another model, or an
+    adapter where the trainer publishes none, or gives log probabilities that cannot be compared.
     """
     deadline = time.monotonic() + (wait_s or 0.0)
     while (status := heartbeat.ask_status(url)) is None and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     if status is None:
         if wait_s is None:
-            return False
+            return None
         raise ConfigError(
             f"The vLLM server at {url} does not answer GET /deltasync/status after {wait_s:g} s."
         )
@@ -94,7 +96,8 @@ def check(
         _check_channel(
             status, url, channel, is_named=url.rstrip("/") in {other.rstrip("/") for other in named}
         )
-    served = heartbeat.ask_models(url)
+    _check_adapter(status, url, adapter_only)
+    served = [] if adapter_only else heartbeat.ask_models(url)
     if name is not None and served and name not in served:
         raise ConfigError(
             f"The vLLM server at {url} serves the model {served[0]}, and the trainer asks for {name}. Start "
@@ -102,10 +105,10 @@ def check(
             f"--served-model-name {name}."
         )
     if not compares:
-        return True
+        return status
     changing, mode = _sampling_changes(args, model), status.get("logprobs_mode")
     if mode == "processed_logprobs" or (not changing and mode in (None, "raw_logprobs")):
-        return True
+        return status
     problem = "does not say which log probabilities it gives" if mode is None else f"gives {mode}"
     sampled = f" with {', '.join(changing)}" if changing else ""
     raise ConfigError(
@@ -113,6 +116,22 @@ def check(
         f"sampled{sampled}"
         ": start it with deltasync's worker extension and --logprobs-mode processed_logprobs."
     )
+
+
+def _check_adapter(status: Mapping[str, Any], url: str, adapter_only: bool) -> None:
+    """Check that a server serves adapters if the trainer publishes one alone, and only then."""
+    adapters = status.get("adapters")
+    if adapter_only and not adapters:
+        raise ConfigError(
+            f"This trainer publishes its adapter alone, and the vLLM server at {url} loads none: "
+            f"{status.get('error') or 'it follows full weights'}. Start it with deltasync serve --adapter "
+            "NAME, or leave adapter_only out."
+        )
+    if adapters and not adapter_only:
+        raise ConfigError(
+            f"The vLLM server at {url} loads the channel's versions as the adapter {adapters[0]}, and this "
+            "trainer publishes full weights. Set adapter_only=True, or start the server without --adapter."
+        )
 
 
 def _check_channel(status: Mapping[str, Any], url: str, channel: Store, *, is_named: bool) -> None:

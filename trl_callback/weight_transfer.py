@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -78,6 +77,7 @@ class DeltaWeightTransfer:
         self._output_dir: str | None = None
         self._optimizer: Any = None
         self._together = False
+        self._adapter: tuple[str, dict[str, Any]] | None = None  # name and configuration of the published one
         self._published: Receipt | None = None  # the last publication's receipt
         self._receipt: Receipt | None = None  # the same, until it is in the history
         self._pace: Pace | None = None
@@ -139,7 +139,7 @@ class DeltaWeightTransfer:
         """
         if self.publisher is not None:
             return
-        self._together, self.published_step = together, None
+        self._together, self.published_step, self._adapter = together, None, None
         config = self.config
         with self._store.within(min(OPEN_S, config.ack_timeout_s)):
             with ranks.processes(together) as peers:
@@ -239,19 +239,35 @@ class DeltaWeightTransfer:
             ModelMismatchError: the weights belong to another model than the channel's.
             PublishError: another publisher writes to the channel.
         """
-        assert self._model is not None
         if self._together:
             self.publish_shards()
         else:
-            self.publish(functools.partial(gather.stream_of, self._model))
+            self.publish(self.stream)
 
     def publish_shards(self) -> None:
         """Publish this process's shards, and wait like `resume`. All processes call it; if one fails, all
         fail.
         """
-        assert self._model is not None and self.publisher is not None
-        self.publish(functools.partial(gather.stream_of, self._model))
+        self.publish(self.stream)
         self.record(ack_s=self._first(self._wait_in_pace))
+
+    def stream(self) -> Iterable[tuple[str, Any]]:
+        """Return what this process publishes of the bound model, as `gather.stream_of`.
+
+        Raises:
+            ConfigError: as there; or the active adapter is not the one that the channel holds.
+        """
+        assert self._model is not None
+        tensors = gather.stream_of(self._model, self.config.adapter_only)
+        if self.config.adapter_only:
+            found = adapter.identity(self._model)
+            if self._adapter is not None and found != self._adapter:
+                raise ConfigError(
+                    f"The channel holds the adapter {self._adapter[0]}, but now {found[0]} is active, or its "
+                    "configuration has changed. Publish it to another channel."
+                )
+            self._adapter = found
+        return tensors
 
     def resume(self) -> None:
         """Wait until all replicas serve this version or one at most `max_behind` behind it.

@@ -3,8 +3,9 @@
     next chain -> fetch, check and decode in a thread -> PEFT's files in memory -> load NAME-v7; NAME now means it too
 
 A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the
-versions apart. The newest versions can be requested by name, and those that requests used last; another one's
-name is answered with 409. An adapter of another base model than the one that vLLM has loaded is refused.
+versions apart. The newest versions can be requested by name, or as the one version that a request demands, and
+so can those that requests used last; another one's name is answered with 409. An adapter of another base model
+than the one that vLLM has loaded is refused.
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from deltasync.kernels import native
 from deltasync.opening import adapter_base
 from deltasync.opening.adapter_base import AdapterBase
 from deltasync.opening.checkpoint import find, load
+from deltasync.serve.constraint import constraint
 from deltasync.serve.engine import unique_name
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
@@ -67,10 +69,28 @@ class Names(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         """Whether an adapter has this name. Notes its use, and why the request is refused if it is not served."""
-        found = self.get(name) if isinstance(name, str) else None
+        found = self.get(self._meant(name)) if isinstance(name, str) else None
         if isinstance(name, str) and self._versioned.fullmatch(name):
             self._resolve(name, None if found is None else found.lora_name)
         return found is not None
+
+    def __getitem__(self, name: str) -> Any:
+        """Return vLLM's request of the adapter that a name means."""
+        return super().__getitem__(self._meant(name))
+
+    def kept(self) -> dict[int, str]:
+        """Return the names of the versions that are served, by their numbers."""
+        found = ((self._versioned.fullmatch(name), name) for name in self if name != self._adapter)
+        return {int(match[1]): name for match, name in found if match is not None}
+
+    def _meant(self, name: str) -> str:
+        """Return the name of the one version that the request demands of the adapter, or the name as it
+        is.
+        """
+        wanted = constraint.get()
+        if name != self._adapter or wanted is None or not wanted.exact or wanted.version is None:
+            return name
+        return self.kept().get(wanted.version, name)
 
     def _resolve(self, name: str, versioned: str | None) -> None:
         if versioned is None:
@@ -82,12 +102,11 @@ class Names(dict[str, Any]):
         resolved(int(match[1]), None)
 
     def _refusal(self, name: str) -> tuple[int, str]:
-        kept = [each for each in self if each != self._adapter and self._versioned.fullmatch(each)]
-        if not kept:
+        if not (kept := self.kept()):
             return 503, f"No version of {self._adapter} is served yet."
         return 409, (
             f"{name} is not served here. Name {self._adapter}, the newest version, or one that is kept: "
-            f"{', '.join(kept)}."
+            f"{', '.join(kept.values())}."
         )
 
 
@@ -117,6 +136,8 @@ class AdapterTarget(MemoryTarget):
         self._requests = models.lora_requests = Names(self._adapter, models.lora_requests)
         name_of = models.model_name
         models.model_name = lambda lora=None: self._fixed(lora) or name_of(lora)
+        self._show = models.show_available_models
+        models.show_available_models = self._listed
         self._last: StoredRecord | None = None  # of `version`
         self._config = b""
         self._staging: tuple[
@@ -130,8 +151,15 @@ class AdapterTarget(MemoryTarget):
 
     @property
     def models(self) -> list[str]:
-        """The model names that requests may use, the newest first."""
-        return [self._adapter, *reversed(self.served)] if self.served else []
+        """The model names that requests may use: the adapter's own, which means the newest version, then each
+        version's, the newest first.
+        """
+        return [self._adapter, *reversed(self.served)]
+
+    @property
+    def kept(self) -> dict[int, str]:
+        """Names of the versions that a request may demand alone, by their numbers."""
+        return self._requests.kept()
 
     def open(self, identify: Identify) -> None:
         """Make host memory for what vLLM will have loaded."""
@@ -312,6 +340,13 @@ class AdapterTarget(MemoryTarget):
 
     def _versioned(self, version: VersionId) -> str:
         return f"{self._adapter}-v{unique_name(self._names, version)}"
+
+    async def _listed(self) -> Any:
+        """As vLLM lists its models, which takes the names of adapters from their versions."""
+        listed, names = await self._show(), list(self._requests)
+        for card, name in zip(listed.data[len(listed.data) - len(names) :], names, strict=True):
+            card.id = name
+        return listed
 
     def _fixed(self, lora: Any) -> str | None:
         """Return the adapter's own name for any version of it; None for another adapter, and the base."""

@@ -307,8 +307,10 @@ class DeltaSyncEndpoints(Routes):
         return await getattr(self._engine if method in SWITCHED else self, method)(*args, **named)
 
     async def demand(self, wanted: VersionConstraint) -> VersionConstraint:
-        """As `Routes.demand`."""
+        """As `Routes.demand`; an adapter's older version that is still served is as good as a live one."""
         if wanted.version is not None and wanted.allows(self._live.now, self._live.now):
+            return wanted
+        if wanted.exact and wanted.version in getattr(self._follow and self._follow.target, "kept", ()):
             return wanted
         return await super().demand(wanted)
 

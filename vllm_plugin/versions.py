@@ -232,9 +232,9 @@ def instrument(
         else:
             outputs = generate(*args, **kwargs)
         if reply.wanted is not None:
-            return _noting(held(reply, outputs), reply.choices, on_ended)
+            return _noting(held(reply, outputs), reply, on_ended)
         reply.begin(live)
-        return _noting(outputs, reply.choices, on_ended)
+        return _noting(outputs, reply, on_ended)
 
     async def held(reply: _Reply, outputs: AsyncGenerator[Any]) -> AsyncGenerator[Any]:
         async with contextlib.aclosing(outputs):
@@ -280,13 +280,13 @@ def _with_max_lag(params: Any, lag: int) -> Any:
 
 
 async def _noting(
-    outputs: AsyncGenerator[Any], choices: Choices, on_ended: Callable[[], object]
+    outputs: AsyncGenerator[Any], reply: _Reply, on_ended: Callable[[], object]
 ) -> AsyncGenerator[Any]:
     ends = max_lag.get() is not None
     async with contextlib.aclosing(outputs):
         async for output in outputs:
             try:
-                _note(output, choices)
+                _note(output, reply.choices, reply.adapter)
                 for choice in output.outputs if ends else ():
                     if choice.finish_reason == "abort":
                         on_ended()
@@ -295,8 +295,10 @@ async def _noting(
             yield output
 
 
-def _note(output: Any, choices: Choices) -> None:
-    """Note the choices that end with this `RequestOutput` of vLLM's."""
+def _note(output: Any, choices: Choices, adapter: int | None) -> None:
+    """Note the choices that end with this `RequestOutput` of vLLM's, all made by the adapter's version if
+    there is one: vLLM names the version of the base.
+    """
     for choice in output.outputs:
         if choice.finish_reason is None:
             continue
@@ -304,7 +306,7 @@ def _note(output: Any, choices: Choices) -> None:
         made = [
             (number, span.end - span.start)
             for span in spans
-            if (number := number_of(span.version)) is not None
+            if (number := number_of(span.version) if adapter is None else adapter) is not None
         ]
         is_known = choice.weight_versions is not None and len(made) == len(spans)
         choices[len(output.request_id), output.request_id, choice.index] = made if is_known else None

@@ -14,7 +14,7 @@ import torch
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM
 
 from deltasync.errors import ConfigError
 from deltasync.opening.adapter_base import FILE, AdapterBase
@@ -282,17 +282,6 @@ def test_the_adapter_alone_is_refused_where_there_is_no_such_thing(memory_url: s
     next(sharded.parameters()).ds_id = 7  # what ZeRO-3 leaves on a parameter
     with pytest.raises(ConfigError, match="sharded"):
         make_trainer(sharded, tmp_path, sync)
-
-
-def test_the_adapter_alone_is_refused_where_trl_pushes_merged_weights(
-    memory_url: str, tmp_path: Path
-) -> None:
-    class OnServer(TrainingArguments):
-        use_vllm, vllm_mode = True, "server"
-
-    sync = DeltaSyncCallback(memory_url, adapter_only=True)
-    with pytest.raises(ConfigError, match="streams merged weights"):
-        Trainer(adapted_model(), OnServer(output_dir=str(tmp_path), use_cpu=True), callbacks=[sync])
 
 
 def test_adapters_that_cannot_be_merged_are_refused(memory_url: str, tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.following import Follow, Status
 from deltasync.opening.adapter_base import FILE, AdapterBase
+from deltasync.serve.constraint import VersionConstraint, constraint
 from deltasync.serve.engine import open_reader
 from tests.conftest import assert_same_bits
 from vllm_plugin import adapter_files, adapters, versions
@@ -62,6 +63,10 @@ class VLLM:
 
     def model_name(self, lora: Any = None) -> str:
         return "model" if lora is None else lora.lora_name
+
+    async def show_available_models(self) -> Any:
+        names = ["model", *(each.lora_name for each in self.lora_requests.values())]
+        return SimpleNamespace(data=[SimpleNamespace(id=name) for name in names])
 
     def read(self, name: str) -> tuple[dict[str, torch.Tensor], bytes]:
         """As a worker reads a version, when a request names it."""
@@ -194,6 +199,19 @@ def test_versions_in_use_stay_by_last_use_and_other_names_are_refused(memory_url
             versions._reply.reset(token)
             return reply
 
+        def demand(version: int) -> int | None:
+            """Look the adapter up for a request that demands one version alone."""
+            token = constraint.set(VersionConstraint(version, exact=True))
+            adapter = look_up("policy").adapter
+            assert bench.vllm.lora_requests["policy"].lora_name == f"policy-v{adapter}"
+            constraint.reset(token)
+            return adapter
+
+        def listed() -> list[str]:
+            shown = bench.loop.run_until_complete(bench.vllm.show_available_models())
+            return [card.id for card in shown.data]
+
+        assert listed() == ["model"]
         assert look_up("policy").refused == (503, "No version of policy is served yet.")
         for version in range(1, 12):
             bench.publish()
@@ -202,6 +220,9 @@ def test_versions_in_use_stay_by_last_use_and_other_names_are_refused(memory_url
             assert look_up("policy-v1").adapter == 1  # a conversation of many turns
         bench.refresh()
         kept = [1, *range(5, 12)]
+        assert [demand(version) for version in (1, 5, 11)] == [1, 5, 11]
+        assert demand(4) == 11  # which the reply's own check refuses
+        assert sorted(listed()) == sorted(["model", "policy", *(f"policy-v{version}" for version in kept)])
         assert bench.target.served == [f"policy-v{version}" for version in kept]
         for version in (2, 3, 4, 99):
             refused = look_up(f"policy-v{version}").refused

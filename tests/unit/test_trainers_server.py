@@ -59,7 +59,7 @@ def status() -> Iterator[Status]:
 
 def check(
     status: Status, wait_s: float | None = None, model: torch.nn.Module = MODEL, **sampling: Any
-) -> bool:
+) -> dict[str, Any] | None:
     given = SimpleNamespace(**(DEFAULTS | sampling))
     return server.check(given, model, status.url, compares=True, name="policy", wait_s=wait_s)
 
@@ -162,7 +162,7 @@ def test_a_server_that_does_not_follow_a_channel_is_refused(
         )
 
 
-def follows(status: Status, url: str, named: bool = False) -> bool:
+def follows(status: Status, url: str, named: bool = False) -> dict[str, Any] | None:
     return server.check(
         SimpleNamespace(**DEFAULTS),
         MODEL,
@@ -219,19 +219,44 @@ def test_a_server_of_a_model_by_another_name_is_refused(status: Status) -> None:
     assert check(status)
 
 
+def test_a_server_of_an_adapter_is_for_a_trainer_that_publishes_its_own_alone(status: Status) -> None:
+    def check(adapter_only: bool) -> dict[str, Any] | None:
+        arguments: dict[str, Any] = {"compares": False, "name": "model", "wait_s": None}
+        return server.check(
+            SimpleNamespace(**DEFAULTS), MODEL, status.url, adapter_only=adapter_only, **arguments
+        )
+
+    status.models = ["model"]
+    with pytest.raises(
+        ConfigError, match=r"loads none: it follows full weights\. Start it .* --adapter NAME"
+    ):
+        check(True)
+    status.answer = {"state": "refused", "error": "vLLM was started without --enable-lora."}
+    with pytest.raises(ConfigError, match=r"loads none: vLLM was started without --enable-lora\."):
+        check(True)
+    status.answer = {"adapters": ["policy", "policy-v3"]}
+    found = check(True)
+    assert found is not None and found["adapters"][0] == "policy"
+    with pytest.raises(ConfigError, match="as the adapter policy, and this trainer publishes full weights"):
+        check(False)
+
+
 def test_a_trainer_on_policy_demands_the_version_that_it_has_pushed() -> None:
     """A server that started anew would answer with the weights of its checkpoint."""
 
     class Client:
-        session = SimpleNamespace(headers={})
+        session, base_url = SimpleNamespace(headers={}), "http://127.0.0.1:1"
 
     calls: list[str] = []
     steps = {
         name: lambda *_, name=name: calls.append(name)
         for name in ("init_weight_transfer", "send_weights", "resume")
     }
-    transfer: Any = SimpleNamespace(**steps, publisher=SimpleNamespace(version=7))
-    client = client_class(transfer, lambda url: None, Client)()
+    config = SimpleNamespace(adapter_only=True)
+    transfer: Any = SimpleNamespace(**steps, publisher=SimpleNamespace(version=7), config=config)
+    client = client_class(transfer, lambda url: {"adapters": ["policy", "policy-v6"]}, Client)()
+    client.init_communicator()
+    assert (client.model, transfer.server_url) == ("policy", Client.base_url)
     client.update_named_params([], iter(()))
     assert calls == ["init_weight_transfer", "send_weights", "resume"]
     assert client.session.headers == {"x-deltasync-version": ">=7"}
