@@ -17,7 +17,7 @@ import torch
 
 from deltasync.errors import ConfigError
 from deltasync.tensors.bits import is_wrapper, readable
-from deltasync.trainer.stream import module_tensors, unwrapped
+from deltasync.trainer.stream import module_tensors, part_of, plain_names, unwrapped
 
 _AROUND_BASE = re.compile(r"\.((token_adapter\.)?base_layer|original_module)\b")
 """Attributes with which PEFT's layers hold the layer that they replace."""
@@ -42,9 +42,10 @@ def check(model: torch.nn.Module) -> None:
     (name,) = peft_model.active_adapters
     if getattr(peft_model.peft_config[name], "is_prompt_learning", False):
         return  # its tensors are computed from the trained parameters
-    known = {id(tensor) for tensor in tensors(model, keep_params=True).values()}
+    known = {id(tensor) for tensor in tensors(model, peft_model.state_dict(keep_vars=True)).values()}
     for name, param in peft_model.named_parameters():
-        if param.requires_grad and param.numel() and id(param) not in known:
+        count = getattr(param, "ds_numel", param.numel())
+        if param.requires_grad and count and id(param) not in known:
             raise ConfigError(
                 f"adapter_only=True publishes the adapter alone, but {name} is trained and not part of it. "
                 "Freeze it, or "
@@ -122,12 +123,12 @@ def _merge_shows(layer: Any, peft_model: Any) -> bool:
     return not torch.equal(before, after)
 
 
-def tensors(model: torch.nn.Module, keep_params: bool = False) -> dict[str, torch.Tensor]:
+def tensors(model: torch.nn.Module, held: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
     """Return the active adapter's tensors by their names in `adapter_model.safetensors`; they alias the live
     weights.
 
     They equal those of `save_pretrained(..., save_embedding_layers=False)`, which sends no request to the
-    Hub. With `keep_params` parameters are themselves, not detached.
+    Hub. They are taken from `held`, by the names of the model's state dict, or from that.
     """
     from peft import get_peft_model_state_dict
 
@@ -135,11 +136,30 @@ def tensors(model: torch.nn.Module, keep_params: bool = False) -> dict[str, torc
     (name,) = peft_model.active_adapters
     state: dict[str, torch.Tensor] = get_peft_model_state_dict(
         peft_model,
-        state_dict=peft_model.state_dict(keep_vars=True) if keep_params else None,
+        state_dict=held,
         adapter_name=name,
         save_embedding_layers=False,
     )
     return state
+
+
+def shards(model: torch.nn.Module) -> dict[str, Any]:
+    """Return this process's parts of `tensors`, of a sharded model: `DTensor`s, or of ZeRO-3 `TensorRange`s.
+
+    Raises:
+        ConfigError: PEFT would save a tensor that it computes, as prompts are.
+    """
+    held = module_tensors(model)
+    found, known = tensors(model, held), {id(tensor) for tensor in held.values()}
+    for name, tensor in found.items():
+        if id(tensor) not in known:
+            raise ConfigError(
+                f"{name} of the adapter is computed when it is saved, which cannot be done for shards. Train "
+                "with DDP or ZeRO-2."
+            )
+    return {
+        name: part_of(name, tensor) if hasattr(tensor, "ds_id") else tensor for name, tensor in found.items()
+    }
 
 
 def identity(model: torch.nn.Module) -> tuple[str, dict[str, Any]]:
@@ -152,9 +172,13 @@ def identity(model: torch.nn.Module) -> tuple[str, dict[str, Any]]:
 def files(model: torch.nn.Module) -> dict[str, bytes]:
     """Return `{"adapter_config.json": bytes}` of the active adapter."""
     peft_model: Any = unwrapped(model)
+    nothing = {name: torch.empty(0) for name in peft_model.state_dict()}  # shards cannot be saved
     with tempfile.TemporaryDirectory() as folder:
         peft_model.save_pretrained(
-            folder, selected_adapters=peft_model.active_adapters, save_embedding_layers=False
+            folder,
+            selected_adapters=peft_model.active_adapters,
+            save_embedding_layers=False,
+            state_dict=nothing,
         )
         (path,) = Path(folder).rglob("adapter_config.json")
         return {path.name: path.read_bytes()}
@@ -169,16 +193,29 @@ def base_of(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def base_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the base model's original tensors under their original names."""
+    """Return the base model's original tensors under their original names; of the packed ones an empty tensor
+    of uint8.
+    """
     base = base_of(model)
-    layers, found = _adapted_layers(base), {}
+    layers, packed, found = _adapted_layers(base), packed_layers(base), {}
     for name, tensor in module_tensors(base).items():
+        owner, _, rest = name.partition(".weight")
+        if owner in packed and rest:  # what bitsandbytes stores beside the weight
+            continue
+        if owner in packed and name.endswith(".weight"):
+            tensor = torch.empty(0, dtype=torch.uint8)
         layer = _layer_of(name, layers)
         inner = "" if layer is None else name.removeprefix(layer)
         own = _AROUND_BASE.sub("", inner)
         if layer is None or own != inner:
             found[f"{layer or name}{own}"] = tensor
     return found
+
+
+def packed_layers(base: torch.nn.Module) -> set[str]:
+    """Return the names of the layers whose weight bitsandbytes packs, in whatever dtype stores it."""
+    plain = plain_names(base)
+    return {plain(name) for name, module in base.named_modules() if hasattr(module, "quant_state")}
 
 
 def unloaded(model: torch.nn.Module) -> Any:

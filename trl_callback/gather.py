@@ -29,13 +29,13 @@ from transformers.dynamic_module_utils import custom_object_save
 from deltasync.channel import anchors
 from deltasync.config import AUTO
 from deltasync.errors import ConfigError
-from deltasync.opening import adapter_base
 from deltasync.opening.adapter_base import AdapterBase
 from deltasync.tensors.bits import readable
 from deltasync.trainer.stream import (
     QUANTIZATION,
     TensorRange,
     by_rows,
+    empty_like,
     is_range,
     module_tensors,
     part_of,
@@ -73,8 +73,11 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
             "Use "
             "peft.get_peft_model, with a method that can merge, such as LoRA."
         )
-    if is_peft(model) and is_sharded(model):
-        raise ConfigError("Adapters of a sharded model cannot be published. Train with DDP or ZeRO-2.")
+    if is_peft(model) and is_sharded(model) and not adapter_only:
+        raise ConfigError(
+            "Adapters of a sharded model cannot be merged. Publish the adapter with adapter_only=True, or train "
+            "with DDP or ZeRO-2."
+        )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise ConfigError(
             "The parameters are sharded by FSDP1, which DeltaSyncCallback cannot publish. Train with FSDP2."
@@ -235,13 +238,13 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tu
     asked for. Raises like `check_publishable`.
     """
     check_publishable(model, adapter_only)
-    if adapter_only:
-        return adapter.tensors(model).items()
     if is_sharded(model):
-        held = held_tensors(model)
-        shards = shards_as_saved(model, held, dist.get_rank())
+        held = adapter.shards(model) if adapter_only else held_tensors(model)
+        shards = held.items() if adapter_only else shards_as_saved(model, held, dist.get_rank())
         columns = any(hasattr(tensor, "placements") and not is_range(tensor) for tensor in held.values())
         return by_rows(shards)() if columns else shards
+    if adapter_only:
+        return adapter.tensors(model).items()
     if is_peft(model):
         return _merged(model)
     return _whole(model).items()
@@ -274,12 +277,27 @@ def _merged(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     yield from _whole(adapter.merged(model)).items()
 
 
-def adapter_base_file(model: torch.nn.Module) -> dict[str, bytes]:
-    """Return the file that identifies the base model of an adapter, by its name."""
+def adapter_base_of(model: torch.nn.Module) -> AdapterBase:
+    """Return the base model of an adapter; of a sharded model what this process adds to it
+    (`AdapterBase.summed`).
+    """
     base, tensors = adapter.base_of(model), adapter.base_tensors(model)
     name = "" if not getattr(getattr(base, "config", None), "_name_or_path", None) else loaded_from(model)
-    saved = tensors if _is_quantized(base) else as_saved(base, tensors)
-    return {adapter_base.FILE: AdapterBase.of(name, saved.items()).encode()}
+    is_quantized = _is_quantized(base) or bool(adapter.packed_layers(base))
+    if not is_sharded(model):
+        saved = tensors if is_quantized else as_saved(base, tensors)
+        return AdapterBase.of(name, saved.items())
+    rank = dist.get_rank()
+    parts = {each: _part(each, tensor, rank) for each, tensor in tensors.items()}
+    return AdapterBase.of(name, parts.items() if is_quantized else shards_as_saved(base, parts, rank))
+
+
+def _part(name: str, tensor: torch.Tensor, rank: int) -> TensorRange:
+    """Return what a rank adds to a tensor of a sharded model; of one that all hold whole the first rank adds
+    it.
+    """
+    whole = TensorRange(tensor if rank == 0 else empty_like(tensor), 0, tuple(tensor.shape))
+    return part_of(name, tensor) or whole
 
 
 def loaded_from(model: torch.nn.Module) -> str:

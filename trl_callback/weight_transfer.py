@@ -17,6 +17,7 @@ from deltasync import Publisher, Receipt, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import PublisherSettings, TrainerSettings
 from deltasync.errors import AckTimeoutError, ConfigError, NotPublishedError, PublishError, get_logger
+from deltasync.opening.adapter_base import FILE
 from deltasync.opening.owner import OVERWRITE, owner_of
 from deltasync.serve import heartbeat
 from deltasync.trainer.stream import Stream
@@ -120,7 +121,7 @@ class DeltaWeightTransfer:
             raise ConfigError(
                 "The weight transfer has no model. Pass the callback to the trainer too: callbacks=[sync]."
             )
-        if self.publisher is None and gather.is_sharded(self._model) and not gather.is_peft(self._model):
+        if self.publisher is None and gather.is_sharded(self._model):
             raise ConfigError(
                 "Before training only the main process syncs weights, and it holds only shards of them. "
                 "Evaluate with "
@@ -140,10 +141,14 @@ class DeltaWeightTransfer:
         if self.publisher is not None:
             return
         self._together, self.published_step, self._adapter = together, None, None
-        config = self.config
+        config, model = self.config, self._model
+        assert model is not None
         with self._store.within(min(OPEN_S, config.ack_timeout_s)):
             with ranks.processes(together) as peers:
                 arguments = peers.all(self._arguments)
+                if config.adapter_only:
+                    base = peers.all(lambda: gather.adapter_base_of(model))
+                    arguments["model_files"] |= {FILE: base.summed(peers.agree).encode()}
             self.publisher = Publisher(
                 self._store,
                 codec=config.codec,
@@ -181,7 +186,7 @@ class DeltaWeightTransfer:
         settings = PublisherSettings.from_env(dtype=config.served_dtype)
         dtype = gather.served_dtypes(self._model, settings.dtype)
         if config.adapter_only:
-            files = adapter.files(self._model) | gather.adapter_base_file(self._model)
+            files = adapter.files(self._model)
         else:
             files = gather.checkpoint_files(self._model, self._processing_class, dtype)
         owner = self._owner()

@@ -7,7 +7,7 @@ Weights are compared in bfloat16, because trainer or server may hold more bits t
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import msgspec
@@ -17,6 +17,7 @@ from deltasync.channel.documents import Fingerprint
 from deltasync.errors import UNREADABLE_JSON, CorruptDataError, describe, get_logger
 from deltasync.kernels import native
 from deltasync.opening.checkpoint import Checkpoint
+from deltasync.publish.ranges import Tensor, TensorRange
 from deltasync.tensors import fingerprint
 from deltasync.tensors.bits import bits_of, cast, is_wrapper
 
@@ -39,11 +40,15 @@ class AdapterBase:
     tensors: dict[str, Fingerprint]
 
     @classmethod
-    def of(cls, name: str, tensors: Iterable[tuple[str, torch.Tensor]]) -> AdapterBase:
-        """Read the tensors of a base model; warn of those that are quantized, which no server can compare."""
+    def of(cls, name: str, tensors: Iterable[tuple[str, Tensor]]) -> AdapterBase:
+        """Read the tensors of a base model; warn of those that are quantized, which no server can compare.
+
+        Of a `TensorRange` the fingerprint is that of its elements: the processes' own have to be `summed`.
+        """
         found, quantized = dict[str, str | None](), list[str]()
-        for key, tensor in tensors:
-            found[key] = _fingerprint(key, tensor)
+        for key, given in tensors:
+            tensor, start = (given.held, given.start) if isinstance(given, TensorRange) else (given, 0)
+            found[key] = _fingerprint(key, tensor, start)
             if is_wrapper(tensor) or (tensor.element_size() == 1 and tensor.dtype is not torch.bool):
                 quantized.append(key)
         if quantized:
@@ -53,6 +58,15 @@ class AdapterBase:
                 *(len(quantized), len(found), ", ".join(quantized[:3])),
             )
         return cls(name=name, tensors={key: digest for key, digest in found.items() if digest is not None})
+
+    def summed(self, agree: Callable[..., list[int]]) -> AdapterBase:
+        """Return the base whose parts several processes hold, all of which call this. `agree` returns sums of
+        numbers over all of them, modulo 2**64.
+        """
+        sums = agree(None, *(int(digest, 16) for digest in self.tensors.values()))
+        return dataclasses.replace(
+            self, tensors=dict(zip(self.tensors, map(fingerprint.to_hex, sums), strict=True))
+        )
 
     @classmethod
     def decode(cls, data: bytes) -> AdapterBase:
@@ -77,10 +91,10 @@ class AdapterBase:
 describe(AdapterBase)
 
 
-def _fingerprint(name: str, tensor: torch.Tensor) -> str | None:
+def _fingerprint(name: str, tensor: torch.Tensor, start: int = 0) -> str | None:
     # A wrapper subclass, such as torchao's, has the dtype of its values and no bits of its own.
     if not tensor.is_floating_point() or tensor.element_size() < 2 or is_wrapper(tensor):
         return None
     return fingerprint.to_hex(
-        native.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16")))
+        native.fingerprint(fingerprint.tensor_key(name), bits_of(cast(tensor, "bfloat16")), start)
     )

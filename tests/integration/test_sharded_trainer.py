@@ -9,9 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from deltasync import Replica
+from deltasync.opening.adapter_base import AdapterBase
 from tests.conftest import assert_same_bits
 from tests.integration.test_sharded import ROOT, expected, records, torchrun
 
@@ -19,7 +21,7 @@ from tests.integration.test_sharded import ROOT, expected, records, torchrun
 @pytest.fixture(scope="module")
 def trainers(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trainers")
-    torchrun(2, folder, "ddp", "fsdp2", "checkpointed", script="trainer_ranks.py")
+    torchrun(2, folder, "ddp", "fsdp2", "checkpointed", "fsdp2-adapter", script="trainer_ranks.py")
     return folder
 
 
@@ -52,6 +54,27 @@ def test_a_trainer_publishes_what_each_process_holds(trainers: Path, kind: str) 
     assert_same_bits({name: model.state_dict()[name] for name in states[1]}, states[1])
 
 
+def prove_adapter(folder: Path) -> None:
+    """The adapter of all versions has the bits that the trainer had, the last one's those that it saved; and
+    its base is known by the bits of all processes.
+    """
+    reports = prove(folder, sharded=True)
+    saved = load_file(folder / "saved" / "adapter_model.safetensors")
+    assert_same_bits(expected(folder)[3], saved)
+    assert any("magnitude" in name for name in saved) and any(".norm." in name for name in saved)
+    anchor = records(folder)[1].anchor
+    assert anchor is not None
+    files = folder / "channel" / anchor.directory
+    base = AdapterBase.decode((files / "adapter_base.json").read_bytes())
+    assert base.tensors == reports[0]["base"]
+    config = json.loads((files / "adapter_config.json").read_bytes())
+    assert config == json.loads((folder / "saved" / "adapter_config.json").read_bytes())
+
+
+def test_an_adapter_over_a_sharded_model_is_published_as_it_is_saved(trainers: Path) -> None:
+    prove_adapter(trainers / "fsdp2-adapter")
+
+
 def test_what_fails_in_one_process_before_its_publisher_is_there_is_told_to_all(tmp_path: Path) -> None:
     torchrun(2, tmp_path, "refused", script="trainer_ranks.py")
 
@@ -60,7 +83,8 @@ def test_what_fails_in_one_process_before_its_publisher_is_there_is_told_to_all(
 def test_zero3_publishes_what_each_process_holds(deepspeed: Path, tmp_path: Path) -> None:
     path = f"{ROOT}:{ROOT / 'examples'}:{deepspeed}"
     environ = {"PYTHONPATH": path, "DS_ACCELERATOR": "cpu", "TORCH_EXTENSIONS_DIR": f"{deepspeed}/built"}
-    torchrun(2, tmp_path, "zero3", "zero3-moe", script="trainer_ranks.py", **environ)
+    torchrun(2, tmp_path, "zero3", "zero3-moe", "zero3-adapter", script="trainer_ranks.py", **environ)
+    prove_adapter(tmp_path / "zero3-adapter")
     for kind in ("zero3", "zero3-moe"):
         reports = prove(tmp_path / kind, sharded=True)
         assert all(0 < report["moved_bytes"] < 20_000 for report in reports)

@@ -11,27 +11,28 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from demo import task
 from tests.integration import vllm_server
 from tests.integration.async_trainers import make_async_trainer, share_of_digits
-from tests.integration.expected_tokens import PROMPT
-from tests.integration.test_trl_server import SAMPLES, grpo_config, prompts, rewards_of
+from tests.integration.expected_tokens import NEARLY, PROMPT
+from tests.integration.test_trl_server import SAMPLES, grpo_config, rewards_of
+from tests.integration.trainers import adapter_bits
 from tests.integration.vllm_server import Server
 from trl_callback import DeltaSyncCallback
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.trl,
+    pytest.mark.slow,
     # of torch, while TRL imports it
     pytest.mark.filterwarnings("ignore:`torch.jit.script_method`:DeprecationWarning"),
 ]
 
 LORA = LoraConfig(r=8, lora_alpha=32, use_rslora=True, target_modules="all-linear", task_type="CAUSAL_LM")
 STEPS, COMPARED = 40, (1, 8, 16, 24, 32, 40)
-NEARLY = 0.1  # nats between a log probability in bfloat16 and the same in float32
 
 
 @pytest.fixture(scope="module")
@@ -47,12 +48,6 @@ def server(checkpoint: Path) -> Iterator[Server]:
         checkpoint, *arguments, DELTASYNC_ADAPTER="policy", VLLM_SERVER_DEV_MODE="0"
     ) as server:
         yield server
-
-
-def saved_adapter(model: PeftModel, folder: Path) -> dict[str, torch.Tensor]:
-    """The adapter's tensors as PEFT saves them, in bfloat16 as they are served."""
-    model.save_pretrained(folder)
-    return {name: bits.bfloat16() for name, bits in load_file(folder / "adapter_model.safetensors").items()}
 
 
 def apart(server: Server, checkpoint: Path, folder: Path, version: int) -> tuple[float, float]:
@@ -113,7 +108,7 @@ class AdapterBits(TrainerCallback):
         publisher = self.sync.weight_transfer.publisher
         assert publisher is not None
         version = publisher.version
-        tensors = saved_adapter(model, self.folder)
+        tensors = adapter_bits(model, self.folder)
         self.expected[version] = vllm_server.digests(tensors)
         found = self.server.json("/deltasync/digest")
         assert found["sha256"] == self.expected[found["version"]]
@@ -137,7 +132,7 @@ def train_async(
         sync,
         [],
         stub=False,
-        train_dataset=prompts(),
+        train_dataset=task.prompt_dataset(0, 8),
         callbacks=callbacks,
         peft_config=LORA,
         output_dir=str(folder),
@@ -167,7 +162,6 @@ def test_async_grpo_generates_with_its_own_adapter(server: Server, checkpoint: P
     assert sorted(listed) == sorted([str(checkpoint), *server.status()["adapters"]])
 
 
-@pytest.mark.slow
 def test_async_grpo_learns_by_its_adapter_as_by_merged_weights(
     server: Server, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -188,7 +182,6 @@ def test_async_grpo_learns_by_its_adapter_as_by_merged_weights(
     assert abs(statistics.fmean(alone[-5:]) - statistics.fmean(merged[-5:])) < 0.2, (alone, merged)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
 def test_trainers_on_policy_generate_with_their_own_adapter(
     kind: str, server: Server, checkpoint: Path, tmp_path: Path
@@ -198,7 +191,7 @@ def test_trainers_on_policy_generate_with_their_own_adapter(
     sync = DeltaSyncCallback(server.channel, adapter_only=True, resume=True, ack_timeout_s=120)
 
     def reward(**columns: Any) -> list[float]:
-        bits = vllm_server.digests(saved_adapter(trainer.model, tmp_path / "adapter"))
+        bits = vllm_server.digests(adapter_bits(trainer.model, tmp_path / "adapter"))
         assert server.json("/deltasync/digest")["sha256"] == bits
         return share_of_digits(**columns)
 
@@ -207,7 +200,7 @@ def test_trainers_on_policy_generate_with_their_own_adapter(
         model=str(checkpoint),
         reward_funcs=reward,
         args=grpo_config(getattr(trl, f"{kind}Config"), server, tmp_path, max_steps=3, **settings),
-        train_dataset=prompts(),
+        train_dataset=task.prompt_dataset(0, 8),
         eval_dataset=task.prompt_dataset(1, 1),
         callbacks=[sync],
         peft_config=LORA,

@@ -29,6 +29,7 @@ from tests.integration.trainers import (
     Bits,
     Fleet,
     Recorder,
+    adapter_bits,
     anchor_directory,
     beat,
     merged_bits,
@@ -140,28 +141,29 @@ def test_experts_beside_adapters_that_trl_merged_are_published_one_by_one(
     )
 
 
-def test_async_grpo_publishes_merged_weights_and_merges_none_of_its_own(
-    checkpoint: Path, tmp_path: Path
+@pytest.mark.parametrize("adapter_only", [False, True])
+def test_async_grpo_publishes_merged_weights_or_the_adapter_and_merges_none_of_its_own(
+    adapter_only: bool, checkpoint: Path, tmp_path: Path
 ) -> None:
-
     url = f"file://{tmp_path}/channel"
     with Fleet(url, "replica"):
-        sync = DeltaSyncCallback(url)
+        sync = DeltaSyncCallback(url, adapter_only=adapter_only)
         lora = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
-        recorder = Recorder(tmp_path / "saved", merged_bits)
+        recorder = Recorder(tmp_path / "saved", adapter_bits if adapter_only else merged_bits)
         trainer = make_async_trainer(checkpoint, sync, [], peft_config=lora, callbacks=[recorder])
         before = trainer.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight.clone()
         trainer.train()
     assert torch.equal(
         trainer.model.get_base_model().model.layers[0].self_attn.q_proj.base_layer.weight, before
     )
-    merged = list(recorder.bits.values())
+    saved = list(recorder.bits.values())
     assert [record.changed > 0 for record in sync.history] == [True] * 4
-    assert len(merged) == 4
-    for version, bits in enumerate(merged, start=1):
+    assert len(saved) == 4
+    for version, bits in enumerate(saved, start=1):
         assert_same_bits(published_bits(url, version), bits)
-    anchor = AutoModelForCausalLM.from_pretrained(anchor_directory(tmp_path))
-    assert_same_bits(gather.held_tensors(anchor), merged[0])
+    if not adapter_only:
+        anchor = AutoModelForCausalLM.from_pretrained(anchor_directory(tmp_path))
+        assert_same_bits(gather.held_tensors(anchor), saved[0])
 
 
 def test_async_distillation_syncs_by_the_same_object(checkpoint: Path, tmp_path: Path) -> None:

@@ -18,9 +18,11 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType
+from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from torch.distributed.tensor import DTensor
 from transformers import (
-    PreTrainedModel,
+    AutoModelForCausalLM,
+    BitsAndBytesConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Trainer,
@@ -77,7 +79,10 @@ class Expected(TrainerCallback):
         if dist.get_rank() == 0:
             self.sync.weight_transfer.publisher.flush()  # or the next publish may join this one
             self.folder.mkdir(parents=True, exist_ok=True)
-            saved = {name: value.to(torch.bfloat16) for name, value in as_saved(model, gathered).items()}
+            if hasattr(model, "peft_config"):
+                saved = get_peft_model_state_dict(model, gathered, save_embedding_layers=False)
+            else:
+                saved = {name: value.to(torch.bfloat16) for name, value in as_saved(model, gathered).items()}
             torch.save(saved, self.folder / f"{self.sync.weight_transfer.publisher.version}.pt")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
@@ -99,7 +104,41 @@ def tiny() -> Qwen3ForCausalLM:
     return Qwen3ForCausalLM(config)
 
 
-def train(kind: str, make_model: Callable[[], PreTrainedModel] = tiny, **arguments: Any) -> None:
+def tiny_lora() -> Any:
+    """With DoRA's magnitudes, a module that is trained whole, and ranks that the processes cannot share
+    equally.
+    """
+    lora = LoraConfig(
+        r=3,
+        use_dora=True,
+        use_rslora=True,
+        rank_pattern={"down_proj": 5},
+        target_modules=["q_proj", "down_proj"],
+        modules_to_save=["norm"],
+        task_type="CAUSAL_LM",
+    )
+    return get_peft_model(tiny(), lora)
+
+
+def tiny_qlora() -> Any:
+    """Over weights that bitsandbytes packs into elements of bfloat16, which FSDP2 can shard."""
+    folder = FOLDER / "unpacked"
+    if dist.get_rank() == 0:
+        tiny().to(torch.bfloat16).save_pretrained(folder)
+    dist.barrier()
+    packing = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=torch.bfloat16,
+        bnb_4bit_quant_storage=torch.bfloat16,
+    )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=packing, dtype=torch.bfloat16, device_map={"": "cpu"}
+    )
+    return get_peft_model(model, LoraConfig(r=3, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def train(kind: str, make_model: Callable[[], Any] = tiny, **arguments: Any) -> None:
     AcceleratorState._reset_state()
     torch.manual_seed(0)
     args = TrainingArguments(
@@ -118,7 +157,10 @@ def train(kind: str, make_model: Callable[[], PreTrainedModel] = tiny, **argumen
     )
     model = make_model()
     ids = torch.randint(model.config.vocab_size, (16, 8))
-    sync = DeltaSyncCallback(f"file://{FOLDER}/{kind}/channel", publish_steps=3)
+    adapter: dict[str, Any] = {"adapter_only": True, "served_dtype": "keep"}
+    sync = DeltaSyncCallback(
+        f"file://{FOLDER}/{kind}/channel", publish_steps=3, **adapter if hasattr(model, "peft_config") else {}
+    )
     trainer = Trainer(
         model=model,
         args=args,
@@ -133,6 +175,10 @@ def train(kind: str, make_model: Callable[[], PreTrainedModel] = tiny, **argumen
     }
     told["sharded"] = gather.is_sharded(trainer.model)
     told["moved_bytes"] = TRAFFIC.moved_bytes - before
+    if sync.config.adapter_only:
+        torch.manual_seed(0)
+        told["base"] = gather.adapter_base_of(tiny()).tensors
+        trainer.save_model(str(FOLDER / kind / "saved"))
     (FOLDER / kind / f"told.{dist.get_rank()}.json").write_text(json.dumps(told))
     dist.barrier()
     if kind == "zero3":
@@ -219,7 +265,10 @@ KINDS: dict[str, Callable[[], None]] = {
         refused("differ", 1, other_weights, "differs between ranks 0 and 1"),
         refused("together", 1, no_variable, "DELTASYNC_RETRIES", bf16=True, fsdp=True, fsdp_config=FSDP2),
     ],
+    "fsdp2-adapter": lambda: train("fsdp2-adapter", tiny_lora, fsdp=True, fsdp_config=FSDP2),
+    "fsdp2-qlora": lambda: train("fsdp2-qlora", tiny_qlora, fsdp=True, fsdp_config=FSDP2),
     "zero3": lambda: train("zero3", deepspeed=ZERO3),
+    "zero3-adapter": lambda: train("zero3-adapter", tiny_lora, deepspeed=ZERO3),
     "zero3-moe": lambda: train("zero3-moe", tiny_moe, deepspeed=ZERO3),
 }
 
@@ -227,7 +276,7 @@ KINDS: dict[str, Callable[[], None]] = {
 if __name__ == "__main__":
     torch.set_num_threads(1)
     for chosen in sys.argv[2:]:
-        if chosen in ("fsdp2", "refused"):
+        if chosen in ("fsdp2", "refused", "fsdp2-adapter", "fsdp2-qlora"):
             let_accelerate_shard_on_cpu()
         KINDS[chosen]()
     dist.destroy_process_group()

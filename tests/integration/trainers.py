@@ -103,6 +103,15 @@ def merged_bits(model: Any, folder: Path) -> Bits:
     return saved_bits(copy.deepcopy(model).merge_and_unload(), folder)
 
 
+def adapter_bits(model: Any, folder: Path) -> Bits:
+    """The adapter's tensors as PEFT saves them, in bfloat16 as they are served."""
+    from safetensors.torch import load_file
+
+    model.save_pretrained(folder)
+    saved = load_file(folder / "adapter_model.safetensors")
+    return {name: tensor.to(torch.bfloat16) for name, tensor in saved.items()}
+
+
 def run_id(url: str) -> str:
     return ChannelReader(open_store(url)).channel().run_id
 
