@@ -23,9 +23,9 @@ _AROUND_BASE = re.compile(r"\.((token_adapter\.)?base_layer|original_module)\b")
 """Attributes with which PEFT's layers hold the layer that they replace."""
 
 
-def check(model: torch.nn.Module) -> None:
-    """Check that the model has exactly one active adapter, publishable without the base model (else
-    ConfigError).
+def check(model: torch.nn.Module, adapter_only: bool | str = True) -> None:
+    """Check that the model has the named adapter, or exactly one active one, publishable without the base
+    model (else ConfigError).
     """
     peft_model: Any = unwrapped(model)
     if not hasattr(peft_model, "get_base_model"):
@@ -34,15 +34,20 @@ def check(model: torch.nn.Module) -> None:
             "with "
             "peft.get_peft_model, or leave adapter_only out."
         )
-    if len(peft_model.active_adapters) != 1:
+    names = peft_model.active_adapters if adapter_only is True else [*peft_model.peft_config]
+    if adapter_only is True and len(names) != 1:
         raise ConfigError(
-            f"adapter_only=True needs one active adapter, and {len(peft_model.active_adapters)} are active: "
-            f"{', '.join(peft_model.active_adapters)}. Activate one with set_adapter."
+            f"adapter_only=True needs one active adapter, and {len(names)} are active: "
+            f"{', '.join(names)}. Activate one with set_adapter, or name one: adapter_only={names[0]!r}."
         )
-    (name,) = peft_model.active_adapters
-    if getattr(peft_model.peft_config[name], "is_prompt_learning", False):
+    if adapter_only is not True and adapter_only not in names:
+        raise ConfigError(
+            f"adapter_only names the adapter {adapter_only}, and the model has {', '.join(names)}."
+        )
+    if any(getattr(peft_model.peft_config[name], "is_prompt_learning", False) for name in names):
         return  # its tensors are computed from the trained parameters
-    known = {id(tensor) for tensor in tensors(model, peft_model.state_dict(keep_vars=True)).values()}
+    state = peft_model.state_dict(keep_vars=True)
+    known = {id(tensor) for name in names for tensor in tensors(model, name, state).values()}
     for name, param in peft_model.named_parameters():
         count = getattr(param, "ds_numel", param.numel())
         if param.requires_grad and count and id(param) not in known:
@@ -123,34 +128,42 @@ def _merge_shows(layer: Any, peft_model: Any) -> bool:
     return not torch.equal(before, after)
 
 
-def tensors(model: torch.nn.Module, held: dict[str, torch.Tensor] | None = None) -> dict[str, torch.Tensor]:
-    """Return the active adapter's tensors by their names in `adapter_model.safetensors`; they alias the live
-    weights.
+def name_of(model: torch.nn.Module, adapter_only: bool | str = True) -> str:
+    """Return the name of the adapter to publish: the given one, or the active one."""
+    if isinstance(adapter_only, str):
+        return adapter_only
+    peft_model: Any = unwrapped(model)
+    (name,) = peft_model.active_adapters
+    return str(name)
+
+
+def tensors(
+    model: torch.nn.Module, adapter_only: bool | str = True, held: dict[str, torch.Tensor] | None = None
+) -> dict[str, torch.Tensor]:
+    """Return an adapter's tensors by their names in `adapter_model.safetensors`; they alias the live weights.
 
     They equal those of `save_pretrained(..., save_embedding_layers=False)`, which sends no request to the
     Hub. They are taken from `held`, by the names of the model's state dict, or from that.
     """
     from peft import get_peft_model_state_dict
 
-    peft_model: Any = unwrapped(model)
-    (name,) = peft_model.active_adapters
     state: dict[str, torch.Tensor] = get_peft_model_state_dict(
-        peft_model,
+        unwrapped(model),
         state_dict=held,
-        adapter_name=name,
+        adapter_name=name_of(model, adapter_only),
         save_embedding_layers=False,
     )
     return state
 
 
-def shards(model: torch.nn.Module) -> dict[str, Any]:
+def shards(model: torch.nn.Module, adapter_only: bool | str = True) -> dict[str, Any]:
     """Return this process's parts of `tensors`, of a sharded model: `DTensor`s, or of ZeRO-3 `TensorRange`s.
 
     Raises:
         ConfigError: PEFT would save a tensor that it computes, as prompts are.
     """
     held = module_tensors(model)
-    found, known = tensors(model, held), {id(tensor) for tensor in held.values()}
+    found, known = tensors(model, adapter_only, held), {id(tensor) for tensor in held.values()}
     for name, tensor in found.items():
         if id(tensor) not in known:
             raise ConfigError(
@@ -162,21 +175,21 @@ def shards(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
-def identity(model: torch.nn.Module) -> tuple[str, dict[str, Any]]:
-    """Return the name and the configuration of the active adapter."""
+def identity(model: torch.nn.Module, adapter_only: bool | str = True) -> tuple[str, dict[str, Any]]:
+    """Return the name and the configuration of an adapter."""
     peft_model: Any = unwrapped(model)
-    (name,) = peft_model.active_adapters
+    name = name_of(model, adapter_only)
     return name, peft_model.peft_config[name].to_dict()
 
 
-def files(model: torch.nn.Module) -> dict[str, bytes]:
-    """Return `{"adapter_config.json": bytes}` of the active adapter."""
+def files(model: torch.nn.Module, adapter_only: bool | str = True) -> dict[str, bytes]:
+    """Return `{"adapter_config.json": bytes}` of an adapter."""
     peft_model: Any = unwrapped(model)
     nothing = {name: torch.empty(0) for name in peft_model.state_dict()}  # shards cannot be saved
     with tempfile.TemporaryDirectory() as folder:
         peft_model.save_pretrained(
             folder,
-            selected_adapters=peft_model.active_adapters,
+            selected_adapters=[name_of(model, adapter_only)],
             save_embedding_layers=False,
             state_dict=nothing,
         )

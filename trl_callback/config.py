@@ -40,9 +40,10 @@ class DeltaSyncConfig:
             of names with their own dtypes may follow, as in `"auto,*.router.*=float32"`; the last matching pattern decides.
             Replicas should serve the same dtype. If `None`, `DELTASYNC_DTYPE` or `"auto"` decides. (Not called `dtype`,
             which TRL's configs use for the dtype of training.)
-        adapter_only (`bool`, *optional*, defaults to `False`):
+        adapter_only (`bool` or `str`, *optional*, defaults to `False`):
             Whether to publish the adapter of a PEFT model instead of the merged weights, for servers started with
-            `deltasync serve --adapter`, whose adapter TRL's rollouts then ask for.
+            `deltasync serve --adapter`, whose adapter TRL's rollouts then ask for. `True` is the active
+            adapter, and the only one that is trained; a name is one of several, each with a callback and a channel.
         initial (`str`, *optional*):
             The checkpoint that training starts from and the replicas have loaded: a model on the Hub, optionally with `@`
             and a revision, or a directory that the replicas can read too. `"auto"` is the checkpoint that the model was
@@ -100,7 +101,7 @@ class DeltaSyncConfig:
     codec: str | None = field(default=None, metadata={"choices": [*CODECS]})
     anchor_every: int | None = None
     served_dtype: str | None = None
-    adapter_only: bool = False
+    adapter_only: bool | str = False
     initial: str | None = None
     signing_key: str | None = None
     resume: Literal[False, True, "overwrite"] = field(default=False, metadata={"nargs": "?", "const": True})

@@ -61,12 +61,12 @@ def is_sharded(model: torch.nn.Module) -> bool:
     return any(isinstance(module, FSDPModule) for module in model.modules()) or any(sharded)
 
 
-def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> None:
+def check_publishable(model: torch.nn.Module, adapter_only: bool | str = False) -> None:
     """Check that the processes hold everything that is to be published, whole or in shards (else
     ConfigError).
     """
     if adapter_only:
-        adapter.check(model)
+        adapter.check(model, adapter_only)
     elif is_peft(model) and not hasattr(unwrapped(model), "merge_and_unload"):
         raise ConfigError(
             "A model with adapters is published by its merged weights, and these adapters cannot be merged. "
@@ -88,7 +88,7 @@ def check_publishable(model: torch.nn.Module, adapter_only: bool = False) -> Non
                 part_of(name, tensor)
 
 
-def check_form_of(model: torch.nn.Module, adapter_only: bool = False) -> None:
+def check_form_of(model: torch.nn.Module, adapter_only: bool | str = False) -> None:
     """Check before training that a model can be published, and that saving keeps what is trained (else
     ConfigError).
     """
@@ -231,7 +231,7 @@ def _convert_shards(
             yield saved_name, TensorRange(values.flatten()[start:stop], start, tuple(values.shape))
 
 
-def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tuple[str, Any]]:
+def stream_of(model: torch.nn.Module, adapter_only: bool | str = False) -> Iterable[tuple[str, Any]]:
     """Return what this process is to publish, as `save_pretrained` would write it, in the dtype of training.
 
     The tensors of a dict's items alias the live weights or stay in memory; those of an iterator are made when
@@ -239,12 +239,12 @@ def stream_of(model: torch.nn.Module, adapter_only: bool = False) -> Iterable[tu
     """
     check_publishable(model, adapter_only)
     if is_sharded(model):
-        held = adapter.shards(model) if adapter_only else held_tensors(model)
+        held = adapter.shards(model, adapter_only) if adapter_only else held_tensors(model)
         shards = held.items() if adapter_only else shards_as_saved(model, held, dist.get_rank())
         columns = any(hasattr(tensor, "placements") and not is_range(tensor) for tensor in held.values())
         return by_rows(shards)() if columns else shards
     if adapter_only:
-        return adapter.tensors(model).items()
+        return adapter.tensors(model, adapter_only).items()
     if is_peft(model):
         return _merged(model)
     return _whole(model).items()

@@ -68,7 +68,7 @@ def check(
     compares: bool,
     name: str | None,
     wait_s: float | None,
-    adapter_only: bool = False,
+    adapter_only: bool | str = False,
     channel: Store | None = None,
     named: Collection[str] = (),
 ) -> dict[str, Any] | None:
@@ -118,7 +118,7 @@ def check(
     )
 
 
-def _check_adapter(status: Mapping[str, Any], url: str, adapter_only: bool) -> None:
+def _check_adapter(status: Mapping[str, Any], url: str, adapter_only: bool | str) -> None:
     """Check that a server serves adapters if the trainer publishes one alone, and only then."""
     adapters = status.get("adapters")
     if adapter_only and not adapters:

@@ -186,7 +186,7 @@ class DeltaWeightTransfer:
         settings = PublisherSettings.from_env(dtype=config.served_dtype)
         dtype = gather.served_dtypes(self._model, settings.dtype)
         if config.adapter_only:
-            files = adapter.files(self._model)
+            files = adapter.files(self._model, config.adapter_only)
         else:
             files = gather.checkpoint_files(self._model, self._processing_class, dtype)
         owner = self._owner()
@@ -265,7 +265,7 @@ class DeltaWeightTransfer:
         assert self._model is not None
         tensors = gather.stream_of(self._model, self.config.adapter_only)
         if self.config.adapter_only:
-            found = adapter.identity(self._model)
+            found = adapter.identity(self._model, self.config.adapter_only)
             if self._adapter is not None and found != self._adapter:
                 raise ConfigError(
                     f"The channel holds the adapter {self._adapter[0]}, but now {found[0]} is active, or its "

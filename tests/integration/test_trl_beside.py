@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from deltasync import Replica
@@ -280,6 +281,26 @@ def test_adapters_that_cannot_be_published_are_refused_when_the_trainer_is_made(
         model.base_model.model.model.norm.weight.requires_grad_(True)
     with pytest.raises(ConfigError, match=said):
         make_trainer(model, tmp_path / "out", DeltaSyncCallback(f"file://{tmp_path}/channel", **settings))
+
+
+def test_two_adapters_are_published_to_two_channels(tmp_path: Path) -> None:
+    model = get_peft_model(tiny_model(tied=False), LoraConfig(**LORA))
+    model.add_adapter("other", LoraConfig(**(LORA | {"r": 2}), init_lora_weights=False))
+    model.base_model.set_adapter(["default", "other"])
+    syncs = {
+        name: DeltaSyncCallback(f"file://{tmp_path}/{name}", adapter_only=name, served_dtype="keep")
+        for name in ("default", "other")
+    }
+    make_trainer(model, tmp_path / "out", *syncs.values()).train()
+    model.save_pretrained(tmp_path / "saved")
+    for name, folder in {"default": tmp_path / "saved", "other": tmp_path / "saved" / "other"}.items():
+        assert all(record.changed > 0 for record in syncs[name].history[1:])
+        assert_same_bits(
+            published_bits(f"file://{tmp_path}/{name}"), load_file(folder / "adapter_model.safetensors")
+        )
+    wrong = DeltaSyncCallback(f"file://{tmp_path}/wrong", adapter_only="policy")
+    with pytest.raises(ConfigError, match="names the adapter policy, and the model has default, other"):
+        make_trainer(model, tmp_path / "out", wrong)
 
 
 class Switches(TrainerCallback):

@@ -551,14 +551,9 @@ def test_comparing_all_bits_can_be_turned_down(memory_url: str) -> None:
 
 def test_a_merged_adapter_is_refused_at_once_and_lost_in_no_version(memory_url: str) -> None:
     peft = pytest.importorskip("peft")
-
-    class Net(Base):
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.lin(x)
-
-    trainer = seeded(Net)
+    trainer = seeded(LinearNet)
     adapted = peft.get_peft_model(
-        seeded(Net), peft.LoraConfig(r=2, target_modules=["lin"], init_lora_weights=False)
+        seeded(LinearNet), peft.LoraConfig(r=2, target_modules=["lin"], init_lora_weights=False)
     )
     adapted.requires_grad_(False)
     with Publisher(memory_url, dtype="keep", retention=None) as publisher, torch.no_grad():
@@ -578,6 +573,45 @@ def test_a_merged_adapter_is_refused_at_once_and_lost_in_no_version(memory_url: 
         adapted.merge_adapter()
         with pytest.raises(ModelMismatchError, match="An adapter is merged"):
             follow(adapted, memory_url, background=False)
+
+
+def test_an_adapter_follows_in_place_over_a_base_that_stays(memory_url: str) -> None:
+    peft = pytest.importorskip("peft")
+    from trl_callback import adapter
+
+    def adapted() -> Any:
+        return peft.get_peft_model(seeded(LinearNet), peft.LoraConfig(r=2, target_modules=["lin"])).eval()
+
+    trainer, live = adapted(), adapted()
+    with (
+        Publisher(memory_url, dtype="keep", model_files=adapter.files(trainer)) as publisher,
+        torch.no_grad(),
+    ):
+        publisher.publish(adapter.tensors(trainer)).wait(PATIENCE_S)
+        with pytest.raises(
+            ModelMismatchError, match=r"lora_A.* in the channel and not in the module.*`names`"
+        ):
+            follow(live, memory_url, background=False)
+        with follow(live, memory_url, names=_saved_by_peft, background=False) as replica:
+            for version in (2, 3):
+                for param in trainer.parameters():
+                    if param.requires_grad:
+                        param += torch.randn_like(param)
+                publisher.publish(adapter.tensors(trainer)).wait(PATIENCE_S)
+                assert replica.sync() == version
+                assert torch.equal(live(X), trainer(X)) and not torch.equal(live(X), seeded(LinearNet)(X))
+            live.merge_adapter()
+            with pytest.raises(ApplyError):
+                live(X)
+
+
+def _saved_by_peft(name: str) -> str | None:
+    return name.replace(".default", "") if ".lora_" in name else None
+
+
+class LinearNet(Base):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x)
 
 
 class WithState(Base):
