@@ -288,12 +288,16 @@ def _push_bits(out_ptr, at, x, value, bits, on, floor):
 
 
 @triton.jit
-def _push_number(out_ptr, at, x, value, table, code_ptr, inverse_ptr, on, floor, GROUPS: tl.constexpr):
-    """Write a number of at most 24 * `GROUPS` extra bits."""
+def _look_up(value, table, code_ptr, inverse_ptr, on):
+    """Return how many extra bits a number has, and its symbol's code and inverse in a table."""
     symbol, extra = _bucket(value)
     line = table * 256 + symbol
-    code = tl.load(code_ptr + line, on, other=1)
-    inverse = tl.load(inverse_ptr + line, on, other=1)
+    return extra, tl.load(code_ptr + line, on, other=1), tl.load(inverse_ptr + line, on, other=1)
+
+
+@triton.jit
+def _push_number(out_ptr, at, x, value, extra, code, inverse, on, floor, GROUPS: tl.constexpr):
+    """Write a number of at most 24 * `GROUPS` extra bits; see `_look_up`."""
     wide = value.to(tl.uint64)
     # Decoding reads groups of 24 bits from the top and the shortest one last, so encoding begins with that.
     done = tl.where(extra > 24, (extra - 1) % 24 + 1, extra)
@@ -327,15 +331,24 @@ def _encode(
     at = tl.load(room_ptr + s + 1, there, other=0)
     some = there & (k >= low)
     x = tl.full((LANES,), 1, tl.uint64)
-    for _ in range(tl.max(k - low, axis=0) + 1):
+    changes = tl.max(k - low, axis=0) + 1
+    gap, begin, of = _gap(gap_ptr, base_ptr, class_ptr, first_ptr, s, k, low, some, CLASSES)
+    step = tl.load(step_ptr + k, some, other=1)
+    for _ in range(changes):
         on = there & (k >= low)
-        gap, begin, of = _gap(gap_ptr, base_ptr, class_ptr, first_ptr, s, k, low, on, CLASSES)
-        number = _zigzag(tl.load(step_ptr + k, on, other=1))
-        at, x = _push_number(
-            out_ptr, at, x, number, table + 2 * of + 1, code_ptr, inverse_ptr, on, floor, STEPS
-        )
-        at, x = _push_number(out_ptr, at, x, gap, table + 2 * begin, code_ptr, inverse_ptr, on, floor, GAPS)
+        # The next change is on its way while this one is written; both look-ups are at once.
         k -= 1
+        more = there & (k >= low)
+        next_gap, next_begin, next_of = _gap(
+            gap_ptr, base_ptr, class_ptr, first_ptr, s, k, low, more, CLASSES
+        )
+        next_step = tl.load(step_ptr + k, more, other=1)
+        number = _zigzag(step)
+        extra, code, inverse = _look_up(number, table + 2 * of + 1, code_ptr, inverse_ptr, on)
+        gap_extra, gap_code, gap_inverse = _look_up(gap, table + 2 * begin, code_ptr, inverse_ptr, on)
+        at, x = _push_number(out_ptr, at, x, number, extra, code, inverse, on, floor, STEPS)
+        at, x = _push_number(out_ptr, at, x, gap, gap_extra, gap_code, gap_inverse, on, floor, GAPS)
+        gap, begin, of, step = next_gap, next_begin, next_of, next_step
     two = some & (x >= _STATE_MIN)
     tl.store(out_ptr + at - 1, (x >> 32).to(tl.uint32), two & (at > floor))
     at -= two.to(tl.int64)
@@ -374,11 +387,11 @@ def _slots(freq_ptr, slot_ptr, SLOTS: tl.constexpr):
 
 
 @triton.jit
-def _pull(words_ptr, at, end, x, on):
-    """Renormalise; behind the last word of a stream not at all."""
+def _pull(at, end, x, first, second, third, on):
+    """Renormalise with the first of the words that follow; behind the last one of a stream not at all."""
     short = on & (x < _STATE_MIN) & (at < end)
-    x = tl.where(short, (x << 32) | tl.load(words_ptr + at, short, other=0).to(tl.uint64), x)
-    return at + short.to(tl.int64), x
+    x = tl.where(short, (x << 32) | first.to(tl.uint64), x)
+    return at + short.to(tl.int64), x, tl.where(short, second, first), tl.where(short, third, second)
 
 
 @triton.jit
@@ -387,10 +400,16 @@ def _pull_number(words_ptr, at, end, x, table, slot_ptr, on, NUMBER: tl.constexp
     `GROUPS`.
     """
     line = tl.load(slot_ptr + table * _SLOTS + (x & (_SLOTS - 1)).to(tl.int64), on, other=0)
+    # Read at once with that, before it is known how many are wanted: two words have 64 bits, and a symbol 12.
+    first = tl.load(words_ptr + at, on & (at < end), other=0)
+    second = tl.load(words_ptr + at + 1, on & (at + 1 < end), other=0)
+    third = second
+    if GROUPS > 2:
+        third = tl.load(words_ptr + at + 2, on & (at + 2 < end), other=0)
     symbol = (line >> 24).to(tl.int32)
     freq = ((line & 4095) + 1).to(tl.uint64)
     x = tl.where(on, freq * (x >> _BITS) + ((line >> 12) & 4095).to(tl.uint64), x)
-    at, x = _pull(words_ptr, at, end, x, on)
+    at, x, first, second = _pull(at, end, x, first, second, third, on)
     extra = tl.where(symbol < 16, 0, (symbol >> 2) - 2)
     value = tl.where(symbol < 16, symbol, 4 + (symbol & 3)).to(NUMBER)
     good = extra <= 24 * GROUPS
@@ -402,7 +421,7 @@ def _pull_number(words_ptr, at, end, x, table, slot_ptr, on, NUMBER: tl.constexp
         low = x.to(tl.uint32) & ((tl.zeros_like(line) + 1 << bits.to(tl.uint32)) - 1)
         value = (value << bits.to(NUMBER)) | low.to(NUMBER)
         x = x >> bits.to(tl.uint64)
-        at, x = _pull(words_ptr, at, end, x, extra > 0)
+        at, x, first, second = _pull(at, end, x, first, second, third, extra > 0)
         extra -= bits
     return value, at, x, good
 

@@ -42,6 +42,20 @@ MOST_REGISTERS = 128
 """Of a thread: eight warps are then resident twice, on each of these GPUs."""
 
 
+MOST_INSTRUCTIONS = {"_count_chunks": 30, "_encode": 310, "_decode": 380, "_rank": 125, "_places": 160}
+"""Of elements of two bytes: of a lane for an element of up to 16 classes, or for a change of its stream; else of a
+warp for a change.
+"""
+
+
+def _instructions(kernel: Compiled, warp: int) -> float:
+    """Return what `MOST_INSTRUCTIONS` bounds."""
+    whole, *loops = kernel.lengths()
+    if kernel.name == "_count_chunks":  # the inner loop takes eight classes a turn, by four warps
+        return (loops[0] + loops[1]) / (kernel.constants["CHUNKS"] * gpu_classes.CHUNK / (4 * warp))
+    return loops[0] if loops else 4 * whole / kernel.constants["CHANGES"]
+
+
 def _check(found: list[Compiled]) -> None:
     assert found
     assert [kernel.name for kernel in found if kernel.spilled or kernel.registers > MOST_REGISTERS] == []
@@ -128,7 +142,9 @@ def test_commits(target: str) -> None:
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("widths", [(2,), pytest.param((1, 4, 8), marks=pytest.mark.slow)], ids=str)
 def test_codecs(target: str, widths: tuple[int, ...]) -> None:
-    """All widths of elements and gaps; encoding, undoing, decoding and ordering."""
+    """All widths of elements and gaps; encoding, undoing, decoding and ordering, in not too many
+    instructions.
+    """
     zeros, device = torch.zeros, torch.device("cpu")
     with compiling(target, gpu_coder, gpu_classes) as found:
         for width in widths:
@@ -166,6 +182,14 @@ def test_codecs(target: str, widths: tuple[int, ...]) -> None:
                     gpu_classes.decode(bits, words, bound_S, slots, long_S, at_K, step_K)
     _check(found)
     assert {kernel.name for kernel in found} == {"_" + name for name in _LAUNCHED.split()}
+    if widths == (2,):
+        counted = [
+            each for each in found if each.constants.get("UNIT", 8) == 8 and each.name in MOST_INSTRUCTIONS
+        ]
+        assert {each.name for each in counted} == MOST_INSTRUCTIONS.keys()
+        warp = TARGETS[target].warp_size
+        many = [(each.name, _instructions(each, warp)) for each in counted]
+        assert all(count <= MOST_INSTRUCTIONS[name] for name, count in many), many
 
 
 _LAUNCHED = """classify count count_chunks count_classes count_marks decode encode first_classes fit gaps gather join mark
@@ -173,6 +197,8 @@ _LAUNCHED = """classify count count_chunks count_classes count_marks decode enco
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="the tests above run as they are")
-@pytest.mark.parametrize("targets", ["sm_90", pytest.param("sm_100 or gfx942", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "targets", ["sm_90", pytest.param("sm_80 or sm_100 or gfx942", marks=pytest.mark.slow)]
+)
 def test_through_tritons_compiler(targets: str, tmp_path: Path) -> None:
     run_again([__file__], tmp_path, "-k", targets)
