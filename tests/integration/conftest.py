@@ -16,8 +16,18 @@ def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """DeepSpeed, from the package index: where it is installed, transformers and TRL import it everywhere."""
     if shutil.which("g++") is None:
         pytest.skip("DeepSpeed compiles a part of itself, and there is no g++ here")
-    folder = tmp_path_factory.mktemp("deepspeed")
-    packages = ["deepspeed==0.19.8", "hjson", "msgpack"]  # the others that it needs, vLLM needs too
+    # the others that it needs, vLLM needs too
+    return installed(tmp_path_factory.mktemp("deepspeed"), "deepspeed==0.19.8", "hjson", "msgpack")
+
+
+@pytest.fixture(scope="session")
+def bitsandbytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """bitsandbytes, from the package index: where it is installed, PEFT imports it everywhere."""
+    return installed(tmp_path_factory.mktemp("bitsandbytes"), "bitsandbytes==0.50.2")
+
+
+def installed(folder: Path, *packages: str) -> Path:
+    """A folder with these packages alone; skips the test where pip cannot install them."""
     command = [
         sys.executable,
         "-m",
@@ -33,5 +43,5 @@ def deepspeed(tmp_path_factory: pytest.TempPathFactory) -> Path:
         command, env=os.environ | {"DS_BUILD_OPS": "0"}, capture_output=True, text=True, timeout=300
     )
     if done.returncode:
-        pytest.skip(f"pip cannot install DeepSpeed: {done.stderr.strip().splitlines()[-1]}")
+        pytest.skip(f"pip cannot install {packages[0]}: {done.stderr.strip().splitlines()[-1]}")
     return folder

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
@@ -54,13 +55,17 @@ def test_a_trainer_publishes_what_each_process_holds(trainers: Path, kind: str) 
     assert_same_bits({name: model.state_dict()[name] for name in states[1]}, states[1])
 
 
-def prove_adapter(folder: Path) -> None:
-    """The adapter of all versions has the bits that the trainer had, the last one's those that it saved; and
-    its base is known by the bits of all processes.
-    """
+def prove_saved(folder: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
+    """The adapter of all versions has the bits that the trainer had, the last one's those that it saved."""
     reports = prove(folder, sharded=True)
     saved = load_file(folder / "saved" / "adapter_model.safetensors")
     assert_same_bits(expected(folder)[3], saved)
+    return reports, saved
+
+
+def prove_adapter(folder: Path) -> None:
+    """As `prove_saved`, with all that PEFT saves; and its base is known by the bits of all processes."""
+    reports, saved = prove_saved(folder)
     assert any("magnitude" in name for name in saved) and any(".norm." in name for name in saved)
     anchor = records(folder)[1].anchor
     assert anchor is not None
@@ -77,6 +82,18 @@ def test_an_adapter_over_a_sharded_model_is_published_as_it_is_saved(trainers: P
 
 def test_what_fails_in_one_process_before_its_publisher_is_there_is_told_to_all(tmp_path: Path) -> None:
     torchrun(2, tmp_path, "refused", script="trainer_ranks.py")
+
+
+@pytest.mark.slow
+def test_an_adapter_over_packed_weights_is_published_as_it_is_saved(
+    bitsandbytes: Path, tmp_path: Path
+) -> None:
+    path = f"{ROOT}:{ROOT / 'examples'}:{bitsandbytes}"
+    torchrun(2, tmp_path, "fsdp2-qlora", script="trainer_ranks.py", PYTHONPATH=path, CUDA_VISIBLE_DEVICES="")
+    prove_saved(tmp_path / "fsdp2-qlora")
+    (anchor,) = (tmp_path / "fsdp2-qlora" / "channel" / "anchors").iterdir()
+    base = AdapterBase.decode((anchor / "adapter_base.json").read_bytes()).tensors
+    assert "model.embed_tokens.weight" in base and not any("proj" in name for name in base)
 
 
 @pytest.mark.slow

@@ -151,9 +151,8 @@ def train(kind: str, make_model: Callable[[], Any] = tiny, **arguments: Any) -> 
         report_to="none",
         save_strategy="no",
         disable_tqdm=True,
-        eval_strategy="steps",  # which gathers parameters, also before the final weights are published
-        eval_steps=4,
-        **arguments,
+        # an evaluation gathers parameters, also before the final weights are published
+        **{"eval_strategy": "steps", "eval_steps": 4} | arguments,
     )
     model = make_model()
     ids = torch.randint(model.config.vocab_size, (16, 8))
@@ -266,7 +265,7 @@ KINDS: dict[str, Callable[[], None]] = {
         refused("together", 1, no_variable, "DELTASYNC_RETRIES", bf16=True, fsdp=True, fsdp_config=FSDP2),
     ],
     "fsdp2-adapter": lambda: train("fsdp2-adapter", tiny_lora, fsdp=True, fsdp_config=FSDP2),
-    "fsdp2-qlora": lambda: train("fsdp2-qlora", tiny_qlora, fsdp=True, fsdp_config=FSDP2),
+    "fsdp2-qlora": lambda: train("fsdp2-qlora", tiny_qlora, fsdp=True, fsdp_config=FSDP2, eval_strategy="no"),
     "zero3": lambda: train("zero3", deepspeed=ZERO3),
     "zero3-adapter": lambda: train("zero3-adapter", tiny_lora, deepspeed=ZERO3),
     "zero3-moe": lambda: train("zero3-moe", tiny_moe, deepspeed=ZERO3),
