@@ -276,10 +276,11 @@ class Source:
         if self._planned is None or self._given is None or len(pairs) != len(self._given[0]):
             return None
         try:
-            names, given = zip(*pairs, strict=True)
-        except (TypeError, ValueError):
+            # No list of pairs: so many tuples at once start the garbage collector.
+            names, given, lengths = [*map(_NAME, pairs)], [*map(_GIVEN, pairs)], {*map(len, pairs)}
+        except (TypeError, LookupError):
             return None
-        if ([*names], [*map(type, given)], _ranges(given)) != self._given:
+        if lengths != {2} or (names, [*map(type, given)], _ranges(given)) != self._given:
             return None
         held = [each.held if type(each) is TensorRange else each for each in given]
         if not have_traits(held, self._planned[1]) or not all(map(MARKS.isdisjoint, map(_DICT, held))):

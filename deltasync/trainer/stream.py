@@ -17,16 +17,20 @@ import sys
 from collections.abc import Callable, ItemsView, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 from torch.nn.parameter import is_lazy
 
 from deltasync.errors import ConfigError, ModelMismatchError
+from deltasync.publish import detect
 from deltasync.publish.ranges import Stream as Stream
 from deltasync.publish.ranges import Tensor, Tensors
 from deltasync.publish.ranges import TensorRange as TensorRange
 from deltasync.tensors.bits import address_of, cast, dtype_for, is_wrapper, readable
+from deltasync.trainer.form import live_state, plain_names
+from deltasync.trainer.form import unwrapped as unwrapped
 
 
 def tensors_of(stream: Stream) -> Tensors:
@@ -46,63 +50,33 @@ def tensors_of(stream: Stream) -> Tensors:
     return pairs
 
 
-_WRAPPERS = {
-    "AveragedModel": "module",
-    "CheckpointWrapper": "_checkpoint_wrapped_module",
-    "DataParallel": "module",
-    "DeepSpeedEngine": "module",
-    "DistributedDataParallel": "module",
-    "FullyShardedDataParallel": "_fsdp_wrapped_module",
-    "OffloadWrapper": "_checkpoint_wrapped_module",
-    "OptimizedModule": "_orig_mod",
-}
-"""Classes that hold a module and add their attribute's name to the names of its tensors, which no checkpoint
-has.
-"""
-
-
-def _wrapped(module: torch.nn.Module) -> str | None:
-    """The attribute in which a wrapper holds its module; None for any other module."""
-    return next(
-        (_WRAPPERS[base.__name__] for base in type(module).__mro__ if base.__name__ in _WRAPPERS), None
-    )
-
-
-def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside of all wrappers, such as those of `torch.compile` and DDP."""
-    while (attribute := _wrapped(module)) is not None:
-        module = getattr(module, attribute)
-    return module
-
-
-def plain_names(module: torch.nn.Module) -> Callable[[str], str]:
-    """Return a function that removes the wrappers inside of a module from the names of its tensors and
-    modules.
-    """
-    found = ((name, _wrapped(part)) for name, part in module.named_modules(remove_duplicate=False))
-    inner = {f"{name}.{attribute}".lstrip(".") for name, attribute in found if attribute is not None}
-
-    def plain(name: str) -> str:
-        parts = name.split(".") if inner else [name]
-        return ".".join(part for end, part in enumerate(parts, start=1) if ".".join(parts[:end]) not in inner)
-
-    return plain
-
-
 def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by the names of a checkpoint: without wrappers, each memory
     once.
 
-    They alias the live weights. Tied ones are one parameter, or begin at one address with one dtype, shape
-    and stride; of these it is that which `from_pretrained` ties the others to, else the first. Of a model
-    that FSDP2 or ZeRO-3 shards they are this process's shards, also after an evaluation, which leaves some
-    parameters gathered.
+    They are the live weights, or alias them. Tied ones are one parameter, or begin at one address with one
+    dtype, shape and stride; of these it is that which `from_pretrained` ties the others to, else the first.
+    Of a model that FSDP2 or ZeRO-3 shards they are this process's shards, also after an evaluation, which
+    leaves some parameters gathered.
 
     Raises:
         ConfigError: FSDP1 shards a part of the module.
         ModelMismatchError: its state_dict has a value that is no tensor, such as packed weights or an extra
             state.
     """
+    # Patterns of the names that from_pretrained ties to another one: a list, from transformers 5 on a dict.
+    tied = list(getattr(unwrapped(module), "_tied_weights_keys", None) or ())
+    if (state := live_state(module)) is not None:
+        for name in _doubled(_sharing(state), {}, tied):
+            del state[name]
+        return state
+    state, held = _walked(module)
+    doubled = _doubled(state, held, tied)
+    return {name: tensor for name, tensor in state.items() if name not in doubled}
+
+
+def _walked(module: torch.nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """Return the state of any module, and its live parameters and buffers. Raises as `module_tensors`."""
     for part in module.modules():
         if any(base.__name__ == "FullyShardedDataParallel" for base in type(part).__mro__):
             raise ConfigError(f"The parameters of {type(part).__name__} are sharded by FSDP1. {FSDP1_CURE}")
@@ -112,8 +86,6 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             if isinstance(part, fsdp.FSDPModule):
                 part.reshard()
     plain = plain_names(module)
-    # Patterns of the names that from_pretrained ties to another one: a list, from transformers 5 on a dict.
-    tied = list(getattr(module, "_tied_weights_keys", None) or ())
     params = {plain(name): param for name, param in module.named_parameters(remove_duplicate=False)}
     state = {plain(name): value for name, value in module.state_dict().items() if value is not None}
     for name, value in state.items():
@@ -125,7 +97,27 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
             )
     # A state dict has detached tensors, without what frameworks have noted about parameters.
     state |= {name: param for name, param in params.items() if _is_marked(param) and name in state}
-    held = {plain(name): buffer for name, buffer in module.named_buffers(remove_duplicate=False)} | params
+    buffers = {plain(name): buffer for name, buffer in module.named_buffers(remove_duplicate=False)}
+    return state, buffers | params
+
+
+def _sharing(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return those of many tensors that may share memory; no Python is called for the others."""
+    try:
+        address_T = detect.addresses_of([*state.values()])
+    except RuntimeError:  # one of another layout has none
+        return dict(state)
+    found, count = np.unique(address_T, return_counts=True)
+    names = [*state] if len(found) < len(state) else []
+    return {names[t]: state[names[t]] for t in np.flatnonzero(np.isin(address_T, found[count > 1]))}
+
+
+def _doubled(
+    state: Mapping[str, torch.Tensor], held: Mapping[str, torch.Tensor], tied: Sequence[str]
+) -> set[str]:
+    """Return the names of tensors that have the memory of another one. `held` has live ones of detached
+    ones.
+    """
     kept: dict[tuple[Any, ...], str] = {}
     for name, tensor in state.items():
         identity: tuple[Any, ...] = (id(held.get(name, tensor)),)
@@ -134,8 +126,7 @@ def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
         known = kept.setdefault(identity, name)
         if known != name and any(re.search(pattern, known) for pattern in tied):
             kept[identity] = name
-    names = set(kept.values())
-    return {name: tensor for name, tensor in state.items() if name in names}
+    return state.keys() - kept.values()
 
 
 def stays(pairs: Tensors) -> bool:

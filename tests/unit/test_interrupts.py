@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import deltasync
-from deltasync import Publisher, Replica, open_store
+from deltasync import Publisher, Receipt, Replica, open_store
 from deltasync.channel import keys
 from deltasync.errors import PublishError
 from deltasync.kernels import native
@@ -228,22 +228,35 @@ def test_what_stops_while_the_shadow_takes_a_difference_is_followed_by_full_weig
         assert_holds(memory_url, wanted, version)
 
 
+@pytest.mark.parametrize("comes", ["before", "after"])
+@pytest.mark.parametrize("published", [1, 3], ids=["checked", "known"])
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, MemoryError])
 def test_what_stops_while_a_stream_is_compared_is_followed_by_a_delta(
-    kind: type[BaseException], memory_url: str, monkeypatch: pytest.MonkeyPatch
+    kind: type[BaseException], published: int, comes: str, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """From the third publish on, names and traits of the tensors are known, and so is the table of them."""
+    compare, held = native.compare, weights(0)
     with Publisher(memory_url) as publisher:
-        publisher.publish(weights(0)).wait(PATIENCE_S)
 
-        def stopped(*_: Any) -> Any:
+        def publish(seed: int) -> Receipt:
+            for name, tensor in weights(seed).items():
+                held[name].copy_(tensor)
+            return publisher.publish(held)
+
+        def stopped(*arguments: Any) -> Any:
+            if comes == "after":
+                compare(*arguments)
             raise kind
 
+        for seed in range(published):
+            publish(seed).wait(PATIENCE_S)
         with monkeypatch.context() as patched, pytest.raises(kind):
             patched.setattr(native, "compare", stopped)
-            publisher.publish(weights(1))
-        receipt = publisher.publish(weights(2)).wait(PATIENCE_S)
-        assert (receipt.version, receipt.kind) == (2, "delta")
-    assert_holds(memory_url, weights(2))
+            publish(3)
+        for seed in (4, 5, 6):
+            receipt = publish(seed).wait(PATIENCE_S)
+            assert (receipt.version, receipt.kind) == (published + seed - 3, "delta")
+            assert_holds(memory_url, weights(seed))
 
 
 def test_a_waiting_version_is_lost_if_the_shadow_is(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
