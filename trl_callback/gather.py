@@ -37,6 +37,7 @@ from deltasync.trainer.stream import (
     by_rows,
     empty_like,
     is_range,
+    live_state,
     module_tensors,
     part_of,
     unwrapped,
@@ -116,6 +117,7 @@ def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+@torch.no_grad()
 def as_saved(model: torch.nn.Module, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return whole tensors, all of a model's or some, as a checkpoint holds them.
 
@@ -174,13 +176,17 @@ def check_form(model: torch.nn.Module, held: Mapping[str, Any], saved: Mapping[s
         return {dtype: count for dtype, count in counts.items() if count}
 
     before, after = elements(held), elements(saved)
-    odd = [name for name in saved if re.search(r"[$^*\\]", name)]
+    odd = [*filter(_ODD.search, saved)]
     if before != after or odd:
         raise ConfigError(
             f"A checkpoint of {type(unwrapped(model)).__name__} would not hold what is trained: "
             f"{_shown(before)} in memory, "
             f"{_shown(after)} saved{f', as {odd[0]}' if odd else ''}. Load it unquantized."
         )
+
+
+_ODD = re.compile(r"[$^*\\]")
+"""Characters of a pattern, in a name that a conversion has not made."""
 
 
 def _shown(counts: Mapping[torch.dtype, int]) -> str:
@@ -237,6 +243,8 @@ def stream_of(model: torch.nn.Module, adapter_only: bool | str = False) -> Itera
     The tensors of a dict's items alias the live weights or stay in memory; those of an iterator are made when
     asked for. Raises like `check_publishable`.
     """
+    if not adapter_only and _is_plain(model):  # which the checks below would find with four walks
+        return _whole(model).items()
     check_publishable(model, adapter_only)
     if is_sharded(model):
         held = adapter.shards(model, adapter_only) if adapter_only else held_tensors(model)
@@ -248,6 +256,16 @@ def stream_of(model: torch.nn.Module, adapter_only: bool | str = False) -> Itera
     if is_peft(model):
         return _merged(model)
     return _whole(model).items()
+
+
+def _is_plain(model: torch.nn.Module) -> bool:
+    """Whether the model has neither adapters nor shards; False where that takes a closer look."""
+    state = live_state(model)
+    return (
+        state is not None
+        and not is_peft(model)
+        and not any(hasattr(each, "ds_id") for each in state.values())
+    )
 
 
 def _whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
