@@ -30,7 +30,7 @@ from deltasync.publish.ranges import Tensor, Tensors
 from deltasync.publish.ranges import TensorRange as TensorRange
 from deltasync.tensors.bits import address_of, cast, dtype_for, is_wrapper, readable
 from deltasync.trainer.form import live_state as live_state
-from deltasync.trainer.form import plain_names
+from deltasync.trainer.form import plain_names as plain_names
 from deltasync.trainer.form import unwrapped as unwrapped
 
 
