@@ -23,6 +23,7 @@ from deltasync.channel import documents, keys, record
 from deltasync.channel.documents import DeltaFiles, Head, VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
+from deltasync.channel.shortcuts import shortcut
 from deltasync.ops import scan_channel
 from deltasync.stores.base import Store, WrappedStore
 
@@ -95,7 +96,7 @@ def _records(last: StoredRecord, versions: int) -> Iterator[tuple[str, bytes]]:
 
 
 def _compact(store: Store, first: StoredRecord, last: StoredRecord, version: VersionId) -> None:
-    document, key = record.shortcut(
+    document, key = shortcut(
         *(last.record.run_id, version, version.epoch, str(last.record.fingerprint)),
         base=first.version,
         delta=DeltaFiles(codec="packed", changed=0),
