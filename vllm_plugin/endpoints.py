@@ -50,7 +50,7 @@ _PAGE_HEADERS = {
 
 
 class Reason(msgspec.Struct):
-    """A reason why tensors take the fallback, their number, and the name of the first."""
+    """A reason why tensors are mirrored, their number, and the name of the first."""
 
     reason: str
     tensors: int
@@ -65,7 +65,9 @@ class ServerStatus(Status, kw_only=True):
 
     kv_cache: str | None = None
     patched_tensors: int | None = None
+    twinned_tensors: int | None = None
     reloaded_tensors: int | None = None
+    twinned: list[Reason] = msgspec.field(default_factory=list)
     reloaded: list[Reason] = msgspec.field(default_factory=list)
     draft: str | None = None
     adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
@@ -337,10 +339,14 @@ class DeltaSyncEndpoints(Routes):
             found.adapters = getattr(target, "models", [])
             found.base_models = [each.name for each in self._models.base_model_paths]
         elif target.is_open:
-            found.reloaded_tensors, reasons = len(target.reloaded), target.by_reason().items()
-            found.reloaded = [
-                Reason(printable(why), len(names), printable(names[0])) for why, names in reasons
-            ]
+            found.twinned_tensors, found.reloaded_tensors = len(target.twinned), len(target.reloaded)
+            found.twinned, found.reloaded = (
+                [
+                    Reason(printable(why), len(names), printable(names[0]))
+                    for why, names in target.by_reason(mirrored).items()
+                ]
+                for mirrored in (target.twinned, target.reloaded)
+            )
             found.patched_tensors, found.draft = target.patched_count, target.draft
         return found
 

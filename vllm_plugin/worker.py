@@ -95,13 +95,7 @@ class WorkerEngine(Engine):
     def prove(self, covered: Set[int], reloaded: Set[torch.nn.Module] = frozenset()) -> None:
         """As `Engine.prove`."""
         self._mirror.prove(covered)
-        if self.mirrored:
-            twinned = self._mirror.twins.names
-            logger.info(
-                "deltasync: the layers of %d mirrored tensors have twins; those of %d are loaded again in pauses",
-                len(twinned),
-                len(self.mirrored - twinned),
-            )
+        self.twinned = self._mirror.twins.names
         super().prove(covered, reloaded | self._mirror.modules)
 
     def stage(self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]) -> None:
@@ -111,6 +105,10 @@ class WorkerEngine(Engine):
     def refresh(self, changed: Iterable[str]) -> float:
         """As `Engine.refresh`."""
         return self._mirror.refresh(changed) + super().refresh(changed)
+
+    def made(self) -> dict[str, str]:
+        """As `Engine.made`."""
+        return self._mirror.made()
 
     def is_intact(self) -> bool:
         """As `Engine.is_intact`."""

@@ -15,7 +15,7 @@ import torch
 
 from deltasync.errors import ApplyError, StageError
 from deltasync.tensors import Region, TensorSpec, fingerprint
-from deltasync.tensors.bits import signed_view
+from deltasync.tensors.bits import SIGNED, int_view, signed_view
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +31,15 @@ class Segment:
     live: torch.Tensor
     stride: tuple[int, ...]
     offset: int
+
+    @classmethod
+    def whole(cls, tensor: torch.Tensor) -> Segment:
+        """Return the segment of a whole tensor in its own memory, with any strides."""
+        live = tensor.detach()
+        if live.is_contiguous():
+            return cls(int_view(live), (1,), 0)
+        strides = torch.empty(live.shape, device="meta").stride()
+        return cls(live.view(SIGNED[live.element_size()]), strides, 0)
 
     @property
     def place(self) -> tuple[object, ...]:

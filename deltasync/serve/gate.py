@@ -261,15 +261,6 @@ def _memory(tensor: torch.Tensor) -> tuple[int, int, torch.device]:
     )
 
 
-def segment(tensor: torch.Tensor) -> Segment:
-    """Return the segment of a whole tensor in its own memory, with any strides."""
-    live = tensor.detach()
-    if live.is_contiguous():
-        return Segment(int_view(live), (1,), 0)
-    strides = torch.empty(live.shape, device="meta").stride()
-    return Segment(live.view(int_view(live[:0]).dtype), strides, 0)
-
-
 class _GatedCall:
     """A forward call or a `hold()` that runs in a gate.
 
@@ -565,7 +556,9 @@ class GatedTarget(MemoryTarget):
         tensors, ties, self.ignored = places(state, self.reader.specs, self._names)
         self._private = {name: self._private.get(name, tensors[name]) for name in self.ignored}
         tensors |= self._private
-        memory = LiveMemory(self.reader.specs, {name: [segment(tensor)] for name, tensor in tensors.items()})
+        memory = LiveMemory(
+            self.reader.specs, {name: [Segment.whole(tensor)] for name, tensor in tensors.items()}
+        )
         return memory, tensors, ties
 
     def is_settled(self, asked: bool) -> bool:

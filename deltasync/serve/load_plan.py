@@ -63,7 +63,8 @@ class Loader:
         return copy_of(model), {twin: module for module, twin in copies.items()}
 
 
-_NOT_HELD = ("_parameters", "_buffers", "_modules", "kv_cache")
+NOT_HELD = ("_parameters", "_buffers", "_modules", "kv_cache")
+"""Attributes that hold no tensor by themselves, and the KV cache."""
 
 
 def held_tensors(holder: Any) -> dict[str, torch.Tensor]:
@@ -72,7 +73,7 @@ def held_tensors(holder: Any) -> dict[str, torch.Tensor]:
 
     The KV cache is left out.
     """
-    attributes = {name: value for name, value in vars(holder).items() if name not in _NOT_HELD}
+    attributes = {name: value for name, value in vars(holder).items() if name not in NOT_HELD}
     if isinstance(holder, torch.nn.Module):
         attributes |= {**holder._buffers, **holder._parameters}
     found = {}

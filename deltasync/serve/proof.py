@@ -199,4 +199,4 @@ def kept(
     for name, tensor in tensors:
         if name in found and tensor.shape == found[name].shape:
             found[name].copy_(cast(tensor, specs[name].dtype))
-    return {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in found.items()}
+    return {name: [Segment.whole(tensor)] for name, tensor in found.items()}

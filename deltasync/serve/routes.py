@@ -158,14 +158,17 @@ class Routes:
 
     async def digest(self) -> Any:
         """Return the version served, and the sha256 of every live tensor, read between two steps of the
-        loop.
+        loop; and of what the engine has made of tensors that it does not keep as they are (`mirrored`).
         """
         follow = self.follow()
 
         def read() -> dict[str, Any]:
             with follow.between_steps() as target:
                 number = None if target.version is None else target.version.version
-                return {"version": number, "sha256": target.digest()}  # type: ignore[attr-defined]
+                found = {"version": number, "sha256": target.digest()}  # type: ignore[attr-defined]
+                mirrored = sorted(getattr(target, "mirrored", ()))
+                made = {"mirrored": mirrored, "made": target.made()} if mirrored else {}  # type: ignore[attr-defined]
+                return found | made
 
         try:
             return await _in_thread(read)

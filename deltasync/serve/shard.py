@@ -44,7 +44,7 @@ from deltasync.threads import Workers
 
 logger = get_logger(__name__)
 
-BACKGROUND = frozenset({"verify", "audit", "stage"})
+BACKGROUND = frozenset({"verify", "audit", "stage", "made"})
 """Long methods of `Shard`, which run in the background."""
 
 CALLS = BACKGROUND | {
@@ -69,7 +69,7 @@ class LoadProof(msgspec.Struct):
 
     Attributes:
         regions: The elements of each tensor that the shard holds.
-        reloaded: The tensors that the engine loads again after each change, and why.
+        mirrored: The tensors that the engine does not keep as they are, and why.
         is_complete: Whether the model has all its modules, so that a tensor that its loader ignores is not
             served.
         ties: The tensors without a place, each with the one that the model computes with instead.
@@ -78,7 +78,7 @@ class LoadProof(msgspec.Struct):
     """
 
     regions: dict[str, list[Region]]
-    reloaded: dict[str, str]
+    mirrored: dict[str, str]
     is_complete: bool
     ties: dict[str, str]
     absent: set[str]
@@ -120,6 +120,8 @@ class Engine(ABC):
         later: As `derived.find` takes it.
         draft: A sentence on whether the model that drafts tokens is followed; None if there is none.
         mirrored: The tensors of which `reloads` has given host copies.
+        twinned: Those of them whose layers have twins, from which a commit writes what they change; the layers
+            of the others are loaded again in its pause.
     """
 
     loader: load_plan.Loader
@@ -131,6 +133,7 @@ class Engine(ABC):
     log = logger
     later: Mapping[str, str | None] = MappingProxyType({})
     mirrored: Set[str] = frozenset()
+    twinned: Set[str] = frozenset()
     _copies: Sequence[derived.DerivedCopy] = ()
 
     def take(self, specs: Mapping[str, TensorSpec]) -> None:
@@ -192,6 +195,12 @@ class Engine(ABC):
         """
         derived.refresh(self._copies)
         return 0.0
+
+    def made(self) -> dict[str, str]:
+        """Return the sha256 of each tensor in live memory that the engine has made of those `mirrored`, by its
+        name in the model.
+        """
+        return {}
 
     def is_intact(self) -> bool:
         """Whether live memory is what the engine has made of weights, as far as that is known; if not,
@@ -381,6 +390,12 @@ class Shard:
             self._check_awake()
             return self.weights.memory.read(name)
 
+    def made(self) -> dict[str, str]:
+        """As `Engine.made`."""
+        with self._in_use:
+            self._check_awake()
+            return self.engine.made()
+
     # Between two steps of the engine, or before it computes with these weights
 
     def record(self) -> None:
@@ -404,12 +419,12 @@ class Shard:
         # together: commits go to where these places are
         self._plan, self._addresses = recorded, ParameterAddresses(engine.model)
 
-    def prove(self) -> list[str]:
+    def prove(self) -> tuple[list[str], list[str]]:
         """Make sure that the engine makes again what it derives from weights. Changes live memory and
         restores it.
 
         Returns the checkpoint's tensors that the channel lacks, and that the engine loads to where none of
-        the channel's is.
+        the channel's is; and the channel's whose layers it loads again in each pause.
 
         Raises:
             ModelMismatchError: it does not, or it cannot be seen where the engine loads those tensors.
@@ -430,11 +445,12 @@ class Shard:
                 f"The checkpoint has {min(self._others)}, which the channel lacks. {error}"
             ) from error
         known = {each.place for each in segments}
-        return [
+        missing = [
             name
             for name, held in others.segments.items()
             if name in others.reasons or any(each.place not in known for each in held)
         ]
+        return missing, sorted(self.engine.mirrored - self.engine.twinned)
 
     def settled(self) -> bool:
         """Whether it is known which version the live bits are."""

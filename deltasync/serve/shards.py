@@ -17,7 +17,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence, Set
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -128,7 +128,8 @@ class ShardsTarget:
         version: The version that the engine computes with. Changes only while it is paused.
         client: How they are reached.
         progressed_s: When the slowest shard's long call last came a step further, by `time.monotonic`.
-        reloaded: The tensors that the engine loads again after each change, and why.
+        mirrored: The tensors that the engine does not keep as they are, and why.
+        reloaded: Those of them whose layers it loads again in the pause of each version; the others have twins.
         ignored: The tensors that no process computes with: they are in no proof.
         ties: As `LiveMemory.ties`.
         draft: As `Engine.draft`.
@@ -145,7 +146,8 @@ class ShardsTarget:
         self.version: VersionId | None = None
         self.client, self.reader = client, reader
         self.progressed_s = 0.0
-        self.reloaded: dict[str, str] = {}
+        self.mirrored: dict[str, str] = {}
+        self.reloaded: set[str] = set()
         self.ignored: list[str] = []
         self.ties: dict[str, str] = {}
         self.draft: str | None = None
@@ -212,8 +214,8 @@ class ShardsTarget:
             ModelMismatchError: the shards do not hold every tensor in places that can be updated.
         """
         found, specs = self._every(LoadProof, "verify"), self.reader.specs
-        reloaded = {name: why for each in found for name, why in each.reloaded.items()}
-        nowhere = proof.check_coverage(specs, [each.regions for each in found], reloaded)
+        mirrored = {name: why for each in found for name, why in each.mirrored.items()}
+        nowhere = proof.check_coverage(specs, [each.regions for each in found], mirrored)
         ties = {name: other for each in found for name, other in each.ties.items() if name in nowhere}
         ignored = [name for name in nowhere if name not in ties]
         if ignored and not all(each.is_complete for each in found):
@@ -222,7 +224,7 @@ class ShardsTarget:
                 f"{which} cannot be updated by this release: the engine's loader copies them nowhere."
             )
         proof.check_ignored(ignored, specs, set().union(*(each.absent for each in found)))
-        self.reloaded, self.ignored, self.ties, self.draft = reloaded, ignored, ties, found[0].draft
+        self.mirrored, self.ignored, self.ties, self.draft = mirrored, ignored, ties, found[0].draft
 
     def _prove(self) -> None:
         """Make sure that all engines make again what they derive from weights, and say what is not served.
@@ -230,7 +232,9 @@ class ShardsTarget:
         Raises:
             ModelMismatchError: an engine does not, or the model has tensors that the channel lacks.
         """
-        missing = sorted({name for names in self._every(list[str], "prove") for name in names})
+        proven = self._every(tuple[list[str], list[str]], "prove")
+        self.reloaded = {name for _, names in proven for name in names}
+        missing = sorted({name for names, _ in proven for name in names})
         if missing:
             raise ModelMismatchError(
                 f"{len(missing)} tensors of the model, such as {missing[0]}, are not in the channel, so they "
@@ -240,28 +244,31 @@ class ShardsTarget:
             )
         self._warn(self.ignored, "are not served, and in no proof: the engine's loader ignores them")
         self._log.info(
-            "deltasync load plan is proven: patched_in_place=%d reloaded=%d tied=%d ignored=%d",
-            *(self.patched_count, len(self.reloaded), len(self.ties), len(self.ignored)),
+            "deltasync load plan is proven: patched_in_place=%d twinned=%d reloaded=%d tied=%d ignored=%d",
+            *(self.patched_count, len(self.twinned), len(self.reloaded), len(self.ties), len(self.ignored)),
         )
         if self.draft is not None:
             self._log.info("deltasync: %s", self.draft)
-        for why, names in self.by_reason().items():
+        for why, names in self.by_reason(self.reloaded).items():
             self._warn(
-                names,
-                f"take the fallback, because {why}: a commit writes what their layers' twins hold, or loads "
-                "layers without one again, which takes longer",
+                names, f"are loaded again in the pause of each version, with their layers, because {why}"
             )
 
     @property
     def patched_count(self) -> int:
         """How many tensors commits write in place."""
-        return len(self.reader.specs) - len(self.reloaded) - len(self.ignored) - len(self.ties)
+        return len(self.reader.specs) - len(self.mirrored) - len(self.ignored) - len(self.ties)
 
-    def by_reason(self) -> dict[str, list[str]]:
-        """Return the tensors that the engine loads again after each change, by the reason."""
+    @property
+    def twinned(self) -> set[str]:
+        """The tensors whose layers have twins."""
+        return self.mirrored.keys() - self.reloaded
+
+    def by_reason(self, mirrored: Set[str]) -> dict[str, list[str]]:
+        """Return mirrored tensors, by the reason why they are."""
         found: dict[str, list[str]] = {}
-        for name, why in self.reloaded.items():
-            found.setdefault(why, []).append(name)
+        for name in sorted(mirrored):
+            found.setdefault(self.mirrored[name], []).append(name)
         return found
 
     def _warn(self, names: Sequence[str], what: str) -> None:
@@ -418,7 +425,7 @@ class ShardsTarget:
 
     def digest(self) -> dict[str, str]:
         """Return the sha256 of every tensor that is computed with, in live memory, put together from all
-        shards.
+        shards; of those that are `mirrored`, in the mirror.
 
         Raises:
             ApplyError: it is not known what the shards hold, or two hold different copies of the same
@@ -433,6 +440,12 @@ class ShardsTarget:
             for name in self.reader.specs
             if name not in self.ignored
         }
+
+    def made(self) -> list[dict[str, str]]:
+        """Return, for each shard, the sha256 of what the engine has made of tensors that are `mirrored`, in live
+        memory, by its name in the model.
+        """
+        return self._every(dict[str, str], "made") if self.mirrored else []
 
     def _assembled(self, name: str) -> np.ndarray:
         return assemble(

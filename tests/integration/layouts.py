@@ -10,6 +10,7 @@ that a module has, whoever made them.
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,8 @@ class Case:
     """
     more: dict[str, str] = dataclasses.field(default_factory=dict)
     """Tensors of the channel beside those that the model saves, each a copy of another one."""
+    format: str | None = None
+    """How the checkpoint and the channel have linear layers: one of `_FORMATS`."""
     stored: bool = False
     """Whether the checkpoint has these too."""
     tied: bool = False
@@ -211,12 +214,29 @@ CASES = {
         {"intermediate_size": 192, "head_dim": 32},
         {"quantization": "fp8_per_channel"},
     ),
+    # Beneath adapters: vLLM wraps the layers.
+    "fp8_lora": Case(
+        transformers.Qwen3Config,
+        {"intermediate_size": 192, "head_dim": 32},
+        {"quantization": "fp8_per_channel", "enable_lora": True, "max_lora_rank": 8},
+    ),
+    # What a trainer sends that quantizes by itself.
+    **{
+        kind: Case(transformers.Qwen3Config, {"intermediate_size": 192, "head_dim": 32}, format=kind)
+        for kind in ("int8", "float8", "nvfp4", "gptq", "awq")
+    },
+    "mxfp8": Case(
+        transformers.Qwen3Config, {"intermediate_size": 192, "head_dim": 32}, {"quantization": "mxfp8"}
+    ),
     # Its loader copies by itself into expert tensors, which vLLM's layerwise reload does not notice.
     "gpt_oss": Case(
         transformers.GptOssConfig,
         {"intermediate_size": 64, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32},
     ),
 }
+
+# The same with experts that are packed, in the model and in its draft.
+CASES["glm4_moe_mtp_packed"] = dataclasses.replace(CASES["glm4_moe_mtp"], experts="packed")
 
 _WIDE = {"intermediate_size": 192}
 _HEADS = {**_WIDE, "head_dim": 32}
@@ -345,9 +365,11 @@ def follow(path: Path, case: Case, engine: Engine) -> dict[str, Any]:
         for name, w in load_file(path / "model.safetensors").items()
     }
     first |= {name: first[other].clone() for name, other in case.more.items()}
+    if case.format is not None:
+        first = quantized(path, case.format, first)
     save(path, case, first)
     kept = case.dtype == "keep"
-    second = {name: (w.float() * 1.01 + 0.01).to(w.dtype) for name, w in first.items()}
+    second = {name: other_than(name, w) for name, w in first.items()}
     channel = f"file://{folder}/channel"
     model, caught_up = engine(path, case.arguments, ReplicaSettings(channel=channel, replica_id="here"))
     loaded = tensors_of(model)
@@ -372,6 +394,81 @@ def follow(path: Path, case: Case, engine: Engine) -> dict[str, Any]:
     if case.tied and not told["alone"]:
         told["untied"] = untied(folder, case, second, caught_up, model)
     return told
+
+
+def other_than(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """A weight that is trained a little more."""
+    if weight.is_floating_point():
+        return (weight.float() * 1.01 + 0.01).to(weight.dtype)
+    return weight.clone() if name.endswith("g_idx") else weight ^ 1
+
+
+def _compressed(packed: str, weights: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
+    """A configuration of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": packed,
+        "ignore": ["lm_head"],
+        "config_groups": {"group_0": group},
+    }
+
+
+_CHANNELS, _TOKENS = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
+_INT8, _FP8, _FP4 = (
+    {"num_bits": bits, "type": kind, "symmetric": True}
+    for bits, kind in ((8, "int"), (8, "float"), (4, "float"))
+)
+_GROUPS = {**_FP4, "strategy": "tensor_group", "group_size": 16}
+_FORMATS: dict[str, dict[str, Any]] = {
+    "int8": _compressed("int-quantized", _INT8 | _CHANNELS, _INT8 | _TOKENS),
+    "float8": _compressed("float-quantized", _FP8 | _CHANNELS, _FP8 | _TOKENS),
+    "nvfp4": _compressed(
+        "nvfp4-pack-quantized", _GROUPS | {"dynamic": False}, _GROUPS | {"dynamic": "local"}
+    ),
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
+    "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
+}
+
+
+def quantized(path: Path, kind: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return a checkpoint in a quantized format, with random values in its linear layers, and note the format in
+    its configuration. Shapes are those of vLLM's `create_weights` of each.
+    """
+    settings = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps(settings | {"quantization_config": _FORMATS[kind]}))
+    rng, found = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
+
+    def integers(*shape: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, shape, generator=rng).to(torch.int32)
+
+    for name, weight in weights.items():
+        if not name.endswith("_proj.weight"):
+            found[name] = weight
+            continue
+        base, (rows, columns) = name.removesuffix("weight"), weight.shape
+        if kind in ("int8", "float8"):
+            whole = torch.randint(-127, 128, weight.shape, generator=rng)
+            found[name] = whole.to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
+            found[f"{base}weight_scale"] = torch.rand(rows, 1, generator=rng) / 100
+            continue
+        if kind == "nvfp4":
+            found[f"{base}weight_packed"] = integers(rows, columns // 8).view(torch.uint8)
+            found[f"{base}weight_scale"] = torch.rand(rows, columns // 16, generator=rng).to(
+                torch.float8_e4m3fn
+            )
+            found[f"{base}weight_global_scale"] = torch.full((1,), 64.0)
+            found[f"{base}input_global_scale"] = torch.full((1,), 8.0)
+            continue
+        groups = columns // 32
+        found[f"{base}scales"] = (torch.rand(groups, rows, generator=rng) / 100).to(weight.dtype)
+        found[f"{base}qzeros"] = integers(groups, rows // 8)
+        if kind == "awq":
+            found[f"{base}qweight"] = integers(columns, rows // 8)
+        else:
+            found[f"{base}qweight"] = integers(columns // 8, rows)
+            found[f"{base}g_idx"] = torch.arange(columns, dtype=torch.int32) // 32
+    return found
 
 
 def save(path: Path, case: Case, weights: dict[str, torch.Tensor]) -> None:

@@ -80,7 +80,7 @@ def adapted(weights: Weights) -> Weights:
 
 def test_commits_reach_the_layers_beneath_an_adapter(server: Server, checkpoint: Path) -> None:
     status = server.status()
-    assert (status["reloaded_tensors"], status["patched_tensors"]) == (0, len(server.weights))
+    assert (status["twinned_tensors"], status["patched_tensors"]) == (0, len(server.weights))
     assert status["commits"] == []
     for _ in range(2):
         old = {name: tensor.clone() for name, tensor in server.weights.items()}
@@ -218,11 +218,11 @@ def test_an_eagle_head_that_is_trained_too_keeps_being_accepted(tmp_path: Path) 
     assert min(accepted) > 0.9
 
 
-def test_quantized_layers_are_loaded_again(tmp_path: Path) -> None:
+def test_quantized_layers_have_twins(tmp_path: Path) -> None:
     model = save_model(tmp_path, Qwen3Config, intermediate_size=192, head_dim=32)
     with serving(model, "--quantization", "fp8_per_channel") as server:
         server.assert_serves(server.publish())
-        assert server.status()["reloaded_tensors"] == 14
+        assert server.status()["twinned_tensors"] == 14
         before = greedy(server)
         server.step(0.05)
         server.assert_serves(server.publish())

@@ -34,9 +34,9 @@ def server(checkpoint: Path) -> Iterator[Server]:
         yield server
 
 
-def test_packed_experts_take_the_fallback_and_nothing_else_does(server: Server) -> None:
+def test_packed_experts_have_twins_and_nothing_else_does(server: Server) -> None:
     server.assert_serves(server.publish())
-    assert server.status()["reloaded_tensors"] == EXPERTS * LAYERS * 3
+    assert server.status()["twinned_tensors"] == EXPERTS * LAYERS * 3
     assert server.status()["commits"] == []
 
 
@@ -57,7 +57,7 @@ def test_tokens_are_those_of_a_server_that_loaded_the_weights(
 ) -> None:
     """What the fingerprint cannot see: packed weights that do what the published ones do."""
     server.publish_anchor()
-    expected = greedy(server, token_count=60)
+    expected, digest = greedy(server, token_count=60), server.json("/deltasync/digest")
     (folder,) = sorted((checkpoint.parent / "channel" / "anchors").iterdir())[-1:]
     for file in checkpoint.iterdir():
         if file.name != "model.safetensors":
@@ -70,6 +70,9 @@ def test_tokens_are_those_of_a_server_that_loaded_the_weights(
         loaded.wait(lambda status: status["state"] == "serving")
         assert loaded.status()["commits"] == []  # recognised: nothing was patched
         assert greedy(loaded, token_count=60) == expected
+        assert loaded.json("/deltasync/digest") == digest
+        assert len(digest["mirrored"]) == EXPERTS * LAYERS * 3
+        assert len(digest["made"][0]) >= 2 * LAYERS
 
 
 def test_a_version_without_changes_to_experts_loads_nothing_again(server: Server) -> None:
@@ -85,6 +88,7 @@ def test_bits_that_are_not_the_published_ones_are_rolled_back_in_packed_layers_t
         tensor += 0.05 * torch.randn(tensor.shape, generator=server.rng)
     status = server.publish_wrong_bits()
     assert status["version"] == version
-    assert get_json(f"{server.url}/deltasync/digest") == {"version": version, "sha256": digests(before)}
+    found = server.json("/deltasync/digest")
+    assert (found["version"], found["sha256"]) == (version, digests(before))
     assert greedy(server, token_count=60) == tokens
     assert len(greedy(server, token_count=5)) == 5

@@ -10,7 +10,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -23,8 +22,8 @@ pytestmark = pytest.mark.vllm
 ALIEN = "vLLM keeps it in a layout of its own"
 CHANGED = "vLLM holds its layer in another dtype or shape, quantized for example"
 IN_PLACE = ["llama", "gemma2", "gemma3", "phi3", "idefics3", "glm4_moe", "glm4_moe_mtp", "qwen3_moe_loaded"]
-# Of those that are not patched in place: how many tensors take the fallback, and why.
-RELOADED = {
+# Of those that are not patched in place: how many tensors have twins, and why.
+TWINNED = {
     "qwen3_moe": {ALIEN: 24},
     # w2 is as it was loaded, but the layer is loaded as a whole.
     "qwen3_moe_swapped": {ALIEN: 16, "others of its layer are loaded again": 8},
@@ -33,6 +32,7 @@ RELOADED = {
     | ({CHANGED: 2} if torch.cpu._is_avx512_bf16_supported() else {}),  # the convolution's, packed
     "fp8": {CHANGED: 14},
 }
+LIVED = ("life:fp8", "life:qwen3_moe", "life:deepseek_v2", "life:qwen3_next")
 REFUSED = {
     "tied_gemma": "There is no module or parameter named 'lm_head'",
     "gpt_oss": "having it load them again does not change GptOssRoutedExperts, so this model cannot be updated",
@@ -89,6 +89,7 @@ SWEPT = (
 SLOW = (
     *(case for case in SWEPT if case not in ("tied", "phi", "mamba")),
     # llama, qwen3_moe_swapped and mamba stand for the first three.
+    *LIVED[1:],
     *("phi", "phi3", "qwen3_moe", "gemma2", "gemma3", "qwen3_moe_loaded", "deepseek_v2_fp8", "tied_gemma"),
 )
 
@@ -101,7 +102,7 @@ def marked(*cases: str) -> list[Any]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     cases = [
         case
-        for case in (*RELOADED, *IN_PLACE, *REFUSED, *SWEPT)
+        for case in (*TWINNED, *LIVED, *IN_PLACE, *REFUSED, *SWEPT)
         if "LONG_TESTS" in os.environ or case not in SLOW
     ]
     command = [
@@ -134,7 +135,7 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     return {line["case"]: line for line in lines}
 
 
-@pytest.mark.parametrize("case", marked(*IN_PLACE, *RELOADED))
+@pytest.mark.parametrize("case", marked(*IN_PLACE, *TWINNED))
 def test_a_commit_leaves_every_tensor_as_vllm_would_have_loaded_it(
     case: str, told: dict[str, dict[str, Any]]
 ) -> None:
@@ -174,17 +175,27 @@ def test_a_layer_that_drafts_is_patched_with_the_model_but_for_what_it_shares(
     assert sorted(found["second"]["ignored"]) == shared
 
 
-@pytest.mark.parametrize("case", marked(*IN_PLACE, *RELOADED))
-def test_the_status_says_which_tensors_take_the_fallback_and_why(
+@pytest.mark.parametrize("case", marked(*IN_PLACE, *TWINNED))
+def test_the_target_says_which_tensors_have_twins_and_why(case: str, told: dict[str, dict[str, Any]]) -> None:
+    status = told[case]["second"]
+    expected = TWINNED.get(case, {})
+    assert {why: len(names) for why, names in status["twinned"]} == expected
+    assert all(name.startswith("model.layers.") for _, names in status["twinned"] for name in names)
+    assert status["patched_tensors"] > 0
+    assert status["reloaded"] == []
+    assert status["commits"][0]["reload_s"] == 0
+
+
+@pytest.mark.parametrize("case", marked(*LIVED))
+def test_versions_a_rollback_damage_and_failing_twins_end_where_a_fresh_server_begins(
     case: str, told: dict[str, dict[str, Any]]
 ) -> None:
-    status = told[case]["second"]
-    expected = RELOADED.get(case, {})
-    assert Counter({each["reason"]: each["tensors"] for each in status["reloaded"]}) == Counter(expected)
-    assert all(each["first"].startswith("model.layers.") for each in status["reloaded"])
-    assert status["reloaded_tensors"] == sum(expected.values())
-    assert status["patched_tensors"] > 0
-    assert status["commits"][0]["reload_s"] == 0  # all of these have twins
+    found = told[case]
+    moments = "ten versions", "damage", "a twin that fails", "twins again", "a rollback"
+    assert [found[each]["versions"] for each in moments] == [[each] * 2 for each in (11, 11, 12, 13, 13)]
+    assert all(found[each]["same"] and found[each]["made"] for each in moments)
+    assert found["repaired"]
+    assert [reload_s > 0 for reload_s in found["twins again"]["reload_s"]] == [*[False] * 10, True, False]
 
 
 @pytest.mark.parametrize("case", marked(*REFUSED))

@@ -112,7 +112,7 @@ class TestWorkersThatShareExperts:
         yield from two_workers(checkpoint, "--tensor-parallel-size", "2", "--enable-expert-parallel")
 
     def test_both_commit_every_version(self, server: Server) -> None:
-        assert server.status()["reloaded_tensors"] == 24
+        assert server.status()["twinned_tensors"] == 24
         commits_while_idle(server)
 
     def test_both_roll_back(self, server: Server) -> None:

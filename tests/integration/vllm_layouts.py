@@ -1,9 +1,9 @@
 """Models of many architectures in one process: vLLM loads each, a channel is followed, and what came out is
 told as JSON.
 
-    python -m tests.integration.vllm_layouts FOLDER llama gemma2 ...
+    python -m tests.integration.vllm_layouts FOLDER llama gemma2 life:fp8 ...
 
-See `tests.integration.layouts`.
+See `tests.integration.layouts`, and of `life:` see `life`.
 """
 
 # ruff: noqa: I001  # vLLM for the CPU wants to be imported before torch
@@ -13,6 +13,7 @@ import vllm.v1.worker.cpu.shm  # noqa: F401
 
 import contextlib
 import json
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable
@@ -23,22 +24,26 @@ from unittest import mock
 
 import msgspec
 import torch
+from safetensors.torch import load_file
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
+from vllm.lora.model_manager import create_lora_manager
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.utils import replace_parameter
 from vllm.v1.spec_decode.eagle import EagleProposer
 
+from deltasync import Publisher
 from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
 from deltasync.following import Follow
-from tests.integration.layouts import CASES, follow
-from tests.integration.vllm_server import save_model
+from tests.integration.layouts import CASES, Case, follow, save
+from tests.integration.vllm_server import Server, save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
-from vllm_plugin.load.layers import keep_weights_addressable, note_models
+from vllm_plugin.load import fallback
+from vllm_plugin.load.layers import keep_weights_addressable, note_models, tensors_of
 from deltasync.serve.shards import EngineClient, ShardsTarget
 from vllm_plugin.pauses import open_follow
 
@@ -54,6 +59,10 @@ def load(path: Path, arguments: dict[str, Any]) -> tuple[VllmConfig, torch.nn.Mo
         if config.speculative_config is not None:
             drafter = EagleProposer(config, torch.device("cpu"))
             drafter.load_model(model)
+        if config.lora_config is not None:
+            vocabulary = config.model_config.get_vocab_size()
+            device = torch.device("cpu")
+            create_lora_manager(model, 8, 256, vocabulary, config.lora_config, config, device)
         return config, model, drafter
 
 
@@ -72,14 +81,20 @@ def laying_out(experts: str) -> contextlib.AbstractContextManager[object]:
     )
 
 
-def client(config: VllmConfig, model: torch.nn.Module, drafter: EagleProposer | None) -> EngineClient:
-    """One worker in this process."""
+def worker_of(
+    config: VllmConfig, model: torch.nn.Module, drafter: EagleProposer | None
+) -> DeltaSyncWorkerExtension:
     worker = DeltaSyncWorkerExtension()
     worker.model_runner = SimpleNamespace(
         get_model=lambda: model,
         drafter=drafter,
         **{name: getattr(config, name) for name in ("model_config", "load_config", "speculative_config")},
     )
+    return worker
+
+
+def client(worker: DeltaSyncWorkerExtension) -> EngineClient:
+    """One worker in this process."""
     return EngineClient(lambda method, *args: [getattr(worker, method)(*args)])
 
 
@@ -90,14 +105,11 @@ def caught_up(following: Follow) -> dict[str, Any]:
     target = following.target
     assert isinstance(target, ShardsTarget)
     told: dict[str, Any] = msgspec.to_builtins(following.status())
-    reloaded, reasons = len(target.reloaded), target.by_reason().items()
-    patched = target.patched_count if target.is_open else 0
-    shown = [{"reason": why, "tensors": len(names), "first": names[0]} for why, names in reasons]
     return told | {
         "draft": target.draft,
-        "patched_tensors": patched,
-        "reloaded_tensors": reloaded,
-        "reloaded": shown,
+        "patched_tensors": target.patched_count if target.is_open else 0,
+        "twinned": [[why, names] for why, names in target.by_reason(target.twinned).items()],
+        "reloaded": sorted(target.reloaded),
     }
 
 
@@ -109,18 +121,88 @@ def engine(
     all_models = model if drafter is None else torch.nn.ModuleList([model, drafter.model])
     if settings is None:
         return all_models, dict
-    following = open_follow(client(config, model, drafter), settings)
+    following = open_follow(client(worker_of(config, model, drafter)), settings)
     return all_models, lambda: caught_up(following)
+
+
+def life(path: Path, case: Case) -> dict[str, Any]:
+    """What becomes of what vLLM makes of weights: ten versions, damaged memory, a twin that fails, and a version
+    that is rolled back. After each, whether its sha256 is that of a server that loads the version served.
+    """
+    folder = path.parent / "life"
+    settings = ReplicaSettings(channel=f"file://{folder}/channel", replica_id="here")
+    weights, rng = load_file(path / "model.safetensors"), torch.Generator().manual_seed(0)
+    worker = worker_of(*load(path, case.arguments))
+    following = open_follow(client(worker), settings)
+    told: dict[str, Any] = {}
+
+    def note(what: str) -> None:
+        """Compare with a fresh server, which finds that it has loaded the newest version."""
+        caught_up(following)
+        save(shutil.copytree(path, folder / what), case, weights)
+        fresh = open_follow(client(worker_of(*load(folder / what, case.arguments))), settings)
+        caught_up(fresh)
+        status = following.status()
+        told[what] = {
+            "error": status.error,
+            "versions": (status.version, fresh.status().version),
+            "made": len(made(following)),
+            "same": made(following) == made(fresh),
+            "reload_s": [commit.reload_s for commit in status.commits],
+        }
+
+    with Publisher(settings.channel or "", dtype=case.dtype) as publisher:
+        server = Server("", settings.channel or "", weights, publisher=publisher)
+
+        def publish(scale: float = 1.0) -> None:
+            for tensor in weights.values():
+                tensor.mul_(scale).add_(0.01 * torch.rand(tensor.shape, generator=rng).round())
+            publisher.publish(weights.items()).wait(60)
+            caught_up(following)
+
+        publisher.publish(weights.items()).wait(60)
+        caught_up(following)
+        for number in range(10):
+            publish(1.01 if number % 3 else 1.0)
+        note("ten versions")
+        layer = min(worker._deltasync_shard.engine._mirror.modules, key=lambda each: str(each))
+        damaged = next(each for each in tensors_of(layer).values() if each.numel() > 1)
+        bytes_B = torch.empty(0, dtype=torch.uint8).set_(damaged.untyped_storage())  # type: ignore[arg-type]
+        bytes_B[damaged.storage_offset() * damaged.element_size()] ^= 1
+        told["repaired"] = following.audit()
+        note("damage")
+        with mock.patch.object(fallback, "make", side_effect=RuntimeError("out of memory")):
+            publish()
+        note("a twin that fails")
+        publish()
+        note("twins again")
+        before = {name: tensor.clone() for name, tensor in weights.items()}
+        with server.publishing_a_wrong_fingerprint():
+            publish(1.5)
+        weights |= before
+        note("a rollback")
+    return told
+
+
+def lay_out(path: Path, case: Case) -> dict[str, Any]:
+    return follow(path, case, engine)
+
+
+def made(following: Follow) -> dict[str, str]:
+    target = following.target
+    assert isinstance(target, ShardsTarget)
+    (found,) = target.made()
+    return found
 
 
 def main() -> None:
     note_models()
     keep_weights_addressable()
     for name in sys.argv[2:]:
-        case = CASES[name]
+        case, runs = CASES[name.removeprefix("life:")], life if name.startswith("life:") else lay_out
         with laying_out(case.experts):
-            told = follow(save_model(Path(sys.argv[1], name), case.config, **case.fields), case, engine)
-        print("TOLD " + json.dumps({"case": name, **told}), flush=True)
+            path = save_model(Path(sys.argv[1], name.replace(":", "-")), case.config, **case.fields)
+            print("TOLD " + json.dumps({"case": name, **runs(path, case)}), flush=True)
 
 
 if __name__ == "__main__":

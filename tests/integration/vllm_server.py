@@ -257,7 +257,8 @@ class Server:
 
     def assert_serves(self, version: int) -> None:
         self.wait(lambda status: status["version"] == version)
-        assert self.json("/deltasync/digest") == {"version": version, "sha256": digests(self.weights)}
+        found = self.json("/deltasync/digest")
+        assert (found["version"], found["sha256"]) == (version, digests(self.weights))
 
     def publish_wrong_bits(self) -> dict[str, Any]:
         """Publish the weights as a version that promises other bits; the status once they were rolled

@@ -59,6 +59,19 @@ def test_a_region_ends_behind_its_last_element(place: Place) -> None:
     )
 
 
+@pytest.mark.parametrize("shape", [(), (0,), (3, 4), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.bfloat16, torch.bool])
+def test_a_whole_tensors_segment_is_its_memory_whatever_its_strides(
+    shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    backwards = torch.zeros(shape[::-1]).to(dtype).permute([*range(len(shape))][::-1])
+    for tensor in (backwards, backwards.contiguous()):
+        segment = Segment.whole(tensor)
+        segment.live.fill_(1)
+        assert bool((int_view(tensor) == 1).all())
+        assert segment.region() == Segment.whole(torch.zeros(shape, dtype=dtype)).region()
+
+
 def test_an_empty_segment_holds_nothing() -> None:
     segment = Segment(torch.zeros((0, 3), dtype=torch.int16), (3, 1), 0)
     assert segment.flat().numel() == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Set
 
 import pytest
@@ -9,8 +10,9 @@ import torch
 
 from deltasync.errors import StageError
 from deltasync.tensors.bits import bits_of
-from vllm_plugin.load.fallback import Mirror
-from vllm_plugin.load.twin import Made, Twins, overlaps
+from vllm_plugin.load.fallback import Mirror, _kept_attributes
+from vllm_plugin.load.layers import tensors_of
+from vllm_plugin.load.twin import Made, Twins, _Separate, other_values, overlaps, values
 
 
 class Scaled(torch.nn.Module):
@@ -20,6 +22,9 @@ class Scaled(torch.nn.Module):
         super().__init__()
         self.weight = torch.nn.Parameter(quantized(torch.zeros(4, 6)), requires_grad=False)
         self.scale = torch.zeros(())
+
+
+MADE = {"weight", "scale"}
 
 
 def quantized(weight: torch.Tensor) -> torch.Tensor:
@@ -32,7 +37,7 @@ def made_by(layers: Set[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -
 
 def test_what_a_twin_makes_is_exchanged_in_place_and_back() -> None:
     layer = Scaled()
-    twins = Twins(layer, [({layer}, {"w"})], made_by)
+    twins = Twins(layer, [({layer: MADE}, {"w"})], made_by)
     place, stride = layer.weight.data_ptr(), layer.weight.stride()
     first, second = torch.arange(24.0).view(4, 6), torch.arange(24.0).view(4, 6)
     second[1, 3] = 300
@@ -51,7 +56,7 @@ def test_what_a_twin_makes_is_exchanged_in_place_and_back() -> None:
 def test_live_memory_that_somebody_wrote_is_not_committed_over() -> None:
     layer, one = Scaled(), torch.zeros(4, 6)
     one[0, 0] = 1
-    twins = Twins(layer, [({layer}, {"w"})], made_by)
+    twins = Twins(layer, [({layer: MADE}, {"w"})], made_by)
     twins.stage({"w"}, lambda _: one)
     layer.weight.data.view(torch.int8)[0, 0] = 7
     assert not twins.is_intact()
@@ -86,7 +91,7 @@ def mirror_of(model: torch.nn.ModuleList, make: Failing, monkeypatch: pytest.Mon
     tensors = {f"w{number}": torch.zeros(4, 6) for number in range(len(model))}
     layers = {name: {layer} for name, layer in zip(tensors, model, strict=True)}
     mirror = Mirror(model, None, layers, tensors)
-    mirror.twins = Twins(model, [(of, {name}) for name, of in layers.items()], make)
+    mirror.twins = Twins(model, [(dict.fromkeys(of, MADE), {name}) for name, of in layers.items()], make)
 
     def reload(names: Iterable[str]) -> float:
         for name, of in layers.items():
@@ -181,7 +186,7 @@ def test_a_twin_that_makes_other_tensors_than_live_memory_has_fails(
         made = made_by(layers, weights)[layer]
         return {layer: {"scale": made["scale"]} if wrong is None else made | {"weight": wrong}}
 
-    twins = Twins(layer, [({layer}, {"w"})], make)
+    twins = Twins(layer, [({layer: MADE}, {"w"})], make)
     twins.stage({"w"}, lambda _: torch.ones(4, 6))
     assert twins.failed == {"w"}
     twins.exchange()
@@ -191,8 +196,104 @@ def test_a_twin_that_makes_other_tensors_than_live_memory_has_fails(
 def test_a_tensor_that_layers_of_two_groups_share_may_not_change_with_one() -> None:
     first, second = Scaled(), Scaled()
     second.scale = first.scale
-    twins = Twins(torch.nn.ModuleList([first, second]), [({first}, {"w"}), ({second}, {"v"})], Failing())
+    twins = Twins(
+        torch.nn.ModuleList([first, second]), [({first: MADE}, {"w"}), ({second: MADE}, {"v"})], Failing()
+    )
     twins.stage({"v"}, lambda _: torch.zeros(4, 6))
     assert twins.failed == set()
     twins.stage({"v"}, lambda _: torch.ones(4, 6))
     assert twins.failed == {"v"}
+
+
+class Kernel:
+    """An object of vLLM's that holds a tensor and a number made from a layer's weights."""
+
+    __module__ = "vllm.model_executor.kernels"
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.bound, self.largest = weight.max().clone(), float(weight.max())
+
+
+class Method:
+    __module__ = "vllm.model_executor.layers"
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self.kernel = Kernel(weight)
+
+
+class Deep(Scaled):
+    def __init__(self) -> None:
+        super().__init__()
+        self.quant_method = Method(torch.zeros(4, 6))
+
+
+def test_tensors_and_numbers_of_kernels_belong_to_their_layer() -> None:
+    layer = Deep()
+    assert set(tensors_of(layer)) == {"weight", "scale", "quant_method.kernel.bound"}
+    assert values(layer)["quant_method.kernel.largest[0]"] == 0
+    bound = layer.quant_method.kernel.bound
+
+    def make(layers: Set[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> Made:
+        return {layer: {**made_by(layers, weights)[layer], "quant_method.kernel.bound": weights["w"].max()}}
+
+    twins = Twins(layer, [({layer: {*tensors_of(layer)}}, {"w"})], make)
+    twins.stage({"w"}, lambda _: torch.ones(4, 6))
+    twins.exchange()
+    assert float(bound) == 1
+
+
+def test_what_no_weight_changed_at_the_start_is_scratch_until_one_does() -> None:
+    layer = Deep()
+    bound, made = layer.quant_method.kernel.bound, torch.zeros(())
+
+    def make(layers: Set[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> Made:
+        return {layer: {**made_by(layers, weights)[layer], "quant_method.kernel.bound": made}}
+
+    twins = Twins(layer, [({layer: MADE}, {"w"})], make)
+    twins.stage({"w"}, lambda _: torch.ones(4, 6))
+    bound += 1  # as a kernel writes while it computes
+    twins.exchange()
+    assert twins.is_intact()
+    assert twins.failed == set()
+    twins.stage({"w"}, lambda _: torch.ones(4, 6))
+    assert twins.failed == {"w"}
+
+
+def test_a_reload_keeps_the_tensors_of_kernels_where_they_are() -> None:
+    layer = Deep()
+    bound = layer.quant_method.kernel.bound
+    with _kept_attributes([layer]):
+        layer.quant_method.kernel = Kernel(torch.ones(4, 6))
+    assert layer.quant_method.kernel.bound is bound
+    assert float(bound) == layer.quant_method.kernel.largest == 1
+
+
+def test_a_twin_has_kernels_of_its_own() -> None:
+    layer = Deep()
+    twin = copy.copy(layer)
+    _Separate({layer: twin}).module(twin, layer)
+    kernel = twin.quant_method.kernel
+    assert kernel is not layer.quant_method.kernel
+    kernel.bound += 1
+    assert float(layer.quant_method.kernel.bound) == 0
+
+
+class Handle:
+    """Memory outside of torch, which its owner frees."""
+
+    __module__ = "vllm.model_executor.kernels"
+
+    def __del__(self) -> None:
+        self.is_free = True
+
+
+def test_a_handle_of_packed_weights_is_neither_copied_nor_taken_for_another() -> None:
+    layer = Deep()
+    layer.quant_method.kernel.handle = handle = Handle()
+    twin = copy.copy(layer)
+    _Separate({layer: twin}).module(twin, layer)
+    assert twin.quant_method.kernel.handle is handle
+    before = values(layer)
+    assert other_values(twin, before) == []
+    twin.quant_method.kernel.handle = Handle()  # as a kernel packs weights
+    assert other_values(twin, before) == ["quant_method.kernel.handle[0]"]

@@ -16,15 +16,16 @@ from typing import Any, TypeGuard
 import numpy as np
 import torch
 
+from deltasync.channel.documents import sha256_hex
 from deltasync.errors import CommitError, ModelMismatchError
 from deltasync.live import Segment
 from deltasync.serve.derived import is_made
-from deltasync.serve.load_plan import LoadPlan, held_tensors
+from deltasync.serve.load_plan import LoadPlan
 from deltasync.tensors import Delta, TensorSpec
 from deltasync.tensors.bits import bits_of, cast, int_view
 from vllm_plugin import logger
-from vllm_plugin.load.layers import LOADER, prepare_reload
-from vllm_plugin.load.twin import Made, Twins, load, make, numbers, overlaps
+from vllm_plugin.load.layers import LOADER, parts, prepare_reload, tensors_of
+from vllm_plugin.load.twin import Group, Made, Twins, load, make, other_values, overlaps, values
 
 Layers = Mapping[str, Set[torch.nn.Module]]
 Weights = Mapping[str, torch.Tensor]
@@ -87,9 +88,7 @@ class Mirror:
     @property
     def segments(self) -> dict[str, list[Segment]]:
         """The places of the mirrored tensors."""
-        return {
-            name: [Segment(int_view(tensor).reshape(-1), (1,), 0)] for name, tensor in self._tensors.items()
-        }
+        return {name: [Segment.whole(tensor)] for name, tensor in self._tensors.items()}
 
     @property
     def modules(self) -> set[torch.nn.Module]:
@@ -106,23 +105,26 @@ class Mirror:
         Raises:
             ModelMismatchError: it does not; live memory is as before.
         """
-        known, twinned = set(), list[tuple[set[torch.nn.Module], set[str]]]()
+        known, twinned = set(), list[Group]()
         for layers, names in _together(self._layers):  # in groups, to hold fewer copies on the host at once
             kind = (
                 *sorted(re.sub("[0-9]+", "#", name) for name in names),
                 *sorted(type(layer).__name__ for layer in layers),
             )
-            if self._prove(layers, sorted(names), kind not in known, covered):
-                twinned.append((layers, names))
+            changing = self._prove(layers, sorted(names), kind not in known, covered)
+            if changing is not None:
+                twinned.append((changing, names))
             known.add(kind)
         self.twins = Twins(self._model, twinned, self._make)
 
     def _prove(
         self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]
-    ) -> bool:
-        """Prove a group of layers. Returns whether its layers have twins."""
+    ) -> dict[torch.nn.Module, set[str]] | None:
+        """Prove a group of layers. Returns the names of the tensors of each that changed with all weights; None
+        if the layers have no twins.
+        """
         live = {
-            layer: {name: each for name, each in held_tensors(layer).items() if not each.is_meta}
+            layer: {name: each for name, each in tensors_of(layer).items() if not each.is_meta}
             for layer in layers
         }
         before = {
@@ -133,12 +135,11 @@ class Mirror:
             layer: {name: tensor.data_ptr() for name, tensor in tensors.items()}
             for layer, tensors in live.items()
         }
-        attributes = {
-            layer: (dict(vars(layer)), dict(layer._parameters), dict(layer._buffers)) for layer in layers
-        }
+        attributes = _attributes(layers)
+        registered = {layer: (dict(layer._parameters), dict(layer._buffers)) for layer in layers}
         problem = cause = None
         try:
-            stale, has_twins = self._stale(names, before, covered)
+            stale, changing = self._stale(names, before, covered)
             idle = stale + (self._idle(names, before) if one_by_one else [])
             if idle:
                 problem = f"does not change {idle[0]}"
@@ -150,17 +151,18 @@ class Mirror:
             ):
                 problem = problem or f"gives another {', '.join(wrong[:5])}"
             for layer in layers:
-                now = held_tensors(layer)
+                now = tensors_of(layer)
                 if moved := [name for name, place in places[layer].items() if now[name].data_ptr() != place]:
                     problem = problem or f"puts {type(layer).__name__}.{moved[0]} elsewhere"
         except RuntimeError as error:  # as torch raises it
             problem, cause = f"fails ({error})", error
         finally:
+            for held, was in attributes:  # a reload that failed may have left others
+                held.update(was)
             for layer, tensors in before.items():
-                vars(layer).update(attributes[layer][0])  # a reload that failed may have left others
-                layer._parameters, layer._buffers = attributes[layer][1:]
+                layer._parameters, layer._buffers = registered[layer]
                 for name in _differences(layer, tensors):
-                    held_tensors(layer)[name].data.copy_(tensors[name])
+                    tensors_of(layer)[name].data.copy_(tensors[name])
             self.dirty = set()
         if problem is not None:
             reasons = f" ({self._reasons[names[0]]})" if names[0] in self._reasons else ""
@@ -169,30 +171,31 @@ class Mirror:
                 "and having it "
                 f"load them again {problem}, so this model cannot be updated."
             ) from cause
-        return has_twins
+        return changing
 
     def _stale(
         self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights], covered: Set[int]
-    ) -> tuple[list[str], bool]:
+    ) -> tuple[list[str], dict[torch.nn.Module, set[str]] | None]:
         """Reload with all tensors changed. Returns the layers, and what loading made in them, that this does
-        not change; and whether twins of the layers are then as these are.
+        not change; and what it changes in each layer, or None if twins of the layers are then not as these are.
         """
         model, found = self._model, list[str]()
         with self._changed(names):
-            values = [(layer, numbers(layer)) for layer in before]
+            kept = {layer: values(layer) for layer in before}
             twins = self._twins_of(names, before)
             self.reload(names)
             has_twins = (
                 twins is not None
                 and not any(_differences(layer, twins[layer]) for layer in before)
-                and all(numbers(layer).items() >= plain.items() for layer, plain in values)
+                and not any(other_values(layer, was) for layer, was in kept.items())
             )
+            changing = {layer: _differences(layer, held) for layer, held in before.items()}
         for layer, held in before.items():
-            changed, now, kind = _differences(layer, held), held_tensors(layer), type(layer).__name__
+            changed, now, kind = changing[layer], tensors_of(layer), type(layer).__name__
             made = [name for name in held.keys() - changed if is_made(model, layer, name)]
             stale = [name for name in made if now[name].untyped_storage().data_ptr() not in covered]
             found += [kind] if not changed else [f"{kind}.{name}" for name in sorted(stale)]
-        return found, has_twins
+        return found, changing if has_twins else None
 
     def _twins_of(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights]) -> Made | None:
         """Return what twins of layers make from the mirror, on the host; None if they cannot be made without
@@ -200,18 +203,16 @@ class Mirror:
         """
         if overlaps(before):
             return None
-        attributes = {layer: dict(vars(layer)) for layer in before}
+        attributes = _attributes(before)
         try:
             made = self._make(before.keys(), {name: self._tensors[name] for name in names})
         except Exception as error:  # noqa: BLE001 - vLLM's, of any class
             logger.info("deltasync: %s has no twin: %r", type(next(iter(before))).__name__, error)
             return None
         if any(
-            _differences(layer, held)
-            or made[layer].keys() != held_tensors(layer).keys()
-            or any(vars(layer).get(name) is not value for name, value in attributes[layer].items())
+            _differences(layer, held) or made[layer].keys() != tensors_of(layer).keys()
             for layer, held in before.items()
-        ):
+        ) or any(held.get(name) is not value for held, was in attributes for name, value in was.items()):
             return None
         return {
             layer: {name: _on_host(tensors[name]) for name in before[layer]}
@@ -262,6 +263,16 @@ class Mirror:
         """Return the layers of tensors that are mirrored, and what is `dirty`."""
         return self.dirty.union(*(self._layers[name] for name in names if name in self._layers))
 
+    def made(self) -> dict[str, str]:
+        """Return the sha256 of each tensor of the `modules`, in row-major order, by its name in the model."""
+        return {
+            f"{path}.{name}": sha256_hex(bits_of(tensor.detach().cpu()).data)
+            for path, layer in self._model.named_modules()
+            if layer in self.modules
+            for name, tensor in tensors_of(layer).items()
+            if not tensor.is_meta and tensor.numel()
+        }
+
     def audit(self) -> bool:
         """Return whether every bit of layers with twins is what these have made; if not, they are `dirty`."""
         is_intact = self.twins.is_intact()
@@ -283,7 +294,7 @@ class Mirror:
             with self._changed([name for number, name in enumerate(names, 1) if number >> bit & 1]):
                 self.reload(names)
             for (layer, name), code in codes.items():
-                now, was = held_tensors(layer)[name], before[layer][name]
+                now, was = tensors_of(layer)[name], before[layer][name]
                 changed = (_bits(now).cpu() != _bits(was)).int() << bit
                 codes[layer, name] = changed if not bit else code | changed
         for code in codes.values():
@@ -299,13 +310,14 @@ class Mirror:
 
     @contextlib.contextmanager
     def _changed(self, names: Iterable[str]) -> Iterator[None]:
-        """Change every element of these tensors for the body."""
+        """Change every element of these tensors, its sign and its size, for the body."""
         before = {name: self._tensors[name].clone() for name in names}
         try:
             for name, tensor in before.items():
                 wide = tensor.float() if tensor.is_floating_point() and tensor.element_size() < 4 else tensor
                 one = torch.ones((), dtype=wide.dtype, device=wide.device)
-                other = ~wide if wide.dtype == torch.bool else torch.where(wide == 0, one, -wide)
+                half = -wide / 2 if wide.is_floating_point() else -wide
+                other = ~wide if wide.dtype == torch.bool else torch.where(wide == 0, one, half)
                 self._tensors[name].copy_(other)
             yield
         finally:
@@ -339,19 +351,27 @@ class Mirror:
         return time.perf_counter() - before
 
 
+def _attributes(layers: Iterable[torch.nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the attributes of layers and of their `parts`, which change with them, and as they are now."""
+    return [(vars(part), dict(vars(part))) for layer in layers for part in parts(layer).values()]
+
+
 @contextlib.contextmanager
 def _kept_attributes(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Keep tensors that layers hold in attributes at their addresses, which CUDA graphs have, if the body
-    makes others.
+    """Keep tensors that layers and their `parts` hold in attributes at their addresses, which CUDA graphs
+    have, if the body makes others.
     """
     before = [
-        (vars(layer), name, value)
+        (layer, path, name, value)
         for layer in layers
-        for name, value in vars(layer).items()
+        for path, part in parts(layer).items()
+        for name, value in vars(part).items()
         if _is_tensor(value)
     ]
     yield
-    for attributes, name, tensor in before:
+    now = {layer: parts(layer) for layer in layers}
+    for layer, path, name, tensor in before:
+        attributes = vars(now[layer][path]) if path in now[layer] else {}
         other = attributes.get(name)
         if (
             other is not tensor
@@ -384,7 +404,7 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _differences(layer: torch.nn.Module, tensors: Weights) -> set[str]:
     """Return the names of a layer's tensors whose bits differ from these, which are on the host."""
-    now = held_tensors(layer)
+    now = tensors_of(layer)
     return {
         name
         for name in tensors

@@ -5,9 +5,11 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator
+from enum import Enum
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from deltasync.errors import ModelMismatchError
 from deltasync.serve import derived, load_plan
@@ -37,6 +39,48 @@ def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 LOADER = load_plan.Loader("vLLM", restore, computed_parameters)
 """How vLLM loads models."""
+
+
+def parts(layer: torch.nn.Module) -> dict[str, Any]:
+    """Return a layer, and vLLM's objects that it computes with, such as its method, kernels and their settings,
+    by the names of the attributes that lead to them. No other layer is among them.
+    """
+    found, known, todo = dict[str, Any](), set[int](), [("", layer)]
+    for path, part in todo:
+        if id(part) in known:
+            continue
+        known.add(id(part))
+        found[path] = part
+        for name, value in {**vars(part), **vars(part).get("_modules", {})}.items():
+            leaves = tree_leaves(value) if isinstance(value, list | tuple | dict) else [value]
+            if name not in load_plan.NOT_HELD:
+                todo += [(f"{path}{name}.", leaf) for leaf in leaves if is_part(leaf)]
+    return found
+
+
+def is_part(value: object) -> bool:
+    """Whether a layer's attribute is an object of vLLM's, or of a class that extends vLLM's, which may hold
+    values and can be copied: no other layer, no constant, and no owner of memory that it frees.
+    """
+    if isinstance(value, type | Enum) or not hasattr(value, "__dict__") or hasattr(value, "__del__"):
+        return False
+    if isinstance(value, torch.nn.Module):
+        return hasattr(value, "create_weights")  # a method, some of which are modules
+    if hasattr(value, "get_quant_method"):
+        return False  # the model's configuration, which counts the time of loading
+    return any(base.__module__.startswith(_OF_LAYERS) for base in type(value).__mro__)
+
+
+_OF_LAYERS = "vllm.model_executor.", "vllm.v1.attention."
+
+
+def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all tensors that a layer computes with, by name: its own, and those of its `parts`."""
+    return {
+        path + name: tensor
+        for path, part in parts(layer).items()
+        for name, tensor in load_plan.held_tensors(part).items()
+    }
 
 
 def draft(runner: Any) -> tuple[torch.nn.Module | None, bool]:

@@ -14,20 +14,26 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_leaves
 
 from deltasync.errors import FingerprintMismatchError, ModelMismatchError
 from deltasync.kernels import native
+from deltasync.kernels.backend import backend_of
 from deltasync.live import LiveMemory, Segment, Staged
-from deltasync.serve.load_plan import held_tensors, segment_of
+from deltasync.serve.load_plan import NOT_HELD
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of, dtype_name, int_view
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
-from vllm_plugin.load.layers import LOADER, prepare_reload
+from vllm_plugin.load.layers import LOADER, is_part, parts, prepare_reload, tensors_of
 
 Weights = Mapping[str, torch.Tensor]
 Made = dict[torch.nn.Module, dict[str, torch.Tensor]]
 """The tensors that layers have to hold."""
+
+Group = tuple[Mapping[torch.nn.Module, Set[str]], Set[str]]
+"""Layers that are loaded together, each with the names of its tensors that its weights change; and the names of
+these weights."""
 
 
 def load(loaded: torch.nn.Module, config: Any, layers: Iterable[torch.nn.Module], weights: Weights) -> None:
@@ -50,7 +56,7 @@ def make(model: torch.nn.Module, config: Any, layers: Set[torch.nn.Module], weig
     """Return the tensors that a reload of layers from these weights would leave in them. Changes no layer.
 
     Raises:
-        ModelMismatchError: it would leave other plain values in them too (`numbers`).
+        ModelMismatchError: it would leave other values in them too that are no tensors (`values`).
         Exception: whatever vLLM raises.
     """
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -58,24 +64,25 @@ def make(model: torch.nn.Module, config: Any, layers: Set[torch.nn.Module], weig
 
     loaded, originals = LOADER.as_loaded(model)
     twins = {layer: twin for twin, layer in originals.items()}
-    parts = {part for layer in layers for part in twins[layer].modules()}
+    modules = {module for layer in layers for module in twins[layer].modules()}
     separate = _Separate(twins)
     try:
         with torch.no_grad():
-            for part in parts:
-                separate.module(part, originals[part])
-                LAYERWISE_INFO[part] = _info(LAYERWISE_INFO[originals[part]], part, originals[part])
+            for module in modules:
+                layer = originals[module]
+                separate.module(module, layer)
+                LAYERWISE_INFO[module] = _info(LAYERWISE_INFO[layer], module, layer)
             for layer in layers:
                 prepare_reload(twins[layer])
                 initialize_layerwise_reload(twins[layer])
             load(loaded, config, [twins[layer] for layer in layers], weights)
         for layer in layers:
-            if other := dict(numbers(layer).items() - numbers(twins[layer]).items()):
-                raise ModelMismatchError(f"{type(layer).__name__}.{min(other)} is another, and is no tensor")
-        return {layer: held_tensors(twins[layer]) for layer in layers}
+            if other := other_values(twins[layer], values(layer)):
+                raise ModelMismatchError(f"{type(layer).__name__}.{other[0]} is another, and is no tensor")
+        return {layer: tensors_of(twins[layer]) for layer in layers}
     finally:
-        for part in parts:
-            LAYERWISE_INFO.pop(part, None)
+        for module in modules:
+            LAYERWISE_INFO.pop(module, None)
 
 
 def _info(info: Any, twin: torch.nn.Module, layer: torch.nn.Module) -> Any:
@@ -98,7 +105,7 @@ def _info(info: Any, twin: torch.nn.Module, layer: torch.nn.Module) -> Any:
 
 
 class _Separate:
-    """Gives copies of modules tensors of their own, and own copies of objects that process weights.
+    """Gives copies of modules tensors of their own, and own copies of their `parts`.
 
     Args:
         twins: The copies of modules.
@@ -124,7 +131,7 @@ class _Separate:
             return type(value)(map(self._of, value))
         if isinstance(value, MethodType) and value.__self__ in self._twins:
             return MethodType(value.__func__, self._of(value.__self__))
-        if not (isinstance(value, torch.Tensor) or _processes(value)):
+        if not (isinstance(value, torch.Tensor) or is_part(value)):
             return value
         if id(value) not in self._copied:
             if isinstance(value, torch.Tensor):
@@ -149,20 +156,13 @@ class _Separate:
 
 
 _SHARED = "_modules", "kv_cache"
-_PLAIN = (bool, int, float, complex, str)
-
-
-def _processes(value: object) -> bool:
-    """Whether an object that a layer holds processes its weights, as vLLM's methods and kernels do."""
-    found = callable(getattr(value, "process_weights_after_loading", None)) and hasattr(value, "__dict__")
-    return found and not isinstance(value, type | torch.nn.Module)
 
 
 def overlaps(layers: Iterable[torch.nn.Module]) -> bool:
     """Whether layers hold two different views of one storage, which cannot be exchanged one by one."""
     places = dict[int, set[object]]()
     for layer in layers:
-        for tensor in held_tensors(layer).values():
+        for tensor in tensors_of(layer).values():
             if not tensor.is_meta and tensor.numel():
                 places.setdefault(tensor.untyped_storage().data_ptr(), set()).add(_place(tensor))
     return any(len(each) > 1 for each in places.values())
@@ -172,17 +172,27 @@ def _place(tensor: torch.Tensor) -> object:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
-def numbers(layer: torch.nn.Module) -> dict[str, object]:
-    """Return the plain values in attributes of a layer, and of objects in it that process weights."""
-    found: dict[str, object] = {
-        name: value for name, value in vars(layer).items() if isinstance(value, _PLAIN)
+def values(layer: torch.nn.Module) -> dict[str, object]:
+    """Return what attributes of a layer and of its `parts` hold that is neither a tensor nor one of these:
+    plain values, and objects such as handles of packed weights, which are equal if they are the same.
+    """
+    return {
+        f"{path}{name}[{number}]": leaf
+        for path, part in parts(layer).items()
+        for name, value in vars(part).items()
+        if name not in NOT_HELD
+        for number, leaf in enumerate(tree_leaves(value))
+        if not (isinstance(leaf, _OTHERS) or is_part(leaf))
     }
-    for name, held in vars(layer).items():
-        if _processes(held):
-            found |= {
-                f"{name}.{own}": value for own, value in vars(held).items() if isinstance(value, _PLAIN)
-            }
-    return found
+
+
+def other_values(layer: torch.nn.Module, wanted: Mapping[str, object]) -> list[str]:
+    """Return the names of these `values` that a layer does not have."""
+    found = values(layer)
+    return [name for name, value in wanted.items() if name not in found or found[name] != value]
+
+
+_OTHERS = torch.Tensor, torch.nn.Module, MethodType
 
 
 class Twins:
@@ -190,7 +200,8 @@ class Twins:
 
     Args:
         model: The model.
-        groups: The layers that have twins, in groups that are loaded together, with the names of the weights.
+        groups: The layers that have twins, in groups that are loaded together, each with the names of its
+            tensors that its weights change; and the names of the weights.
         make: Returns the tensors of a group's layers from weights.
 
     Attributes:
@@ -203,24 +214,30 @@ class Twins:
     def __init__(
         self,
         model: torch.nn.Module,
-        groups: Iterable[tuple[Set[torch.nn.Module], Set[str]]],
+        groups: Iterable[Group],
         make: Callable[[Set[torch.nn.Module], Weights], Made],
     ) -> None:
         self._groups, self._make = [*groups], make
-        self.layers: set[torch.nn.Module] = set().union(*(layers for layers, _ in self._groups))
+        changing = {layer: names for layers, _ in self._groups for layer, names in layers.items()}
+        self.layers: Set[torch.nn.Module] = changing.keys()
         self.names: set[str] = set().union(*(names for _, names in self._groups))
         self.failed: set[str] = set()
         self._paths = {module: path for path, module in model.named_modules() if module in self.layers}
-        self._live = dict(self._named(_held(self._paths)))
-        self._holders = {name: layer for layer in self._paths for name, _ in self._named(_held([layer]))}
-        owners = {_place(tensor): name for name, tensor in reversed(self._live.items())}
-        self._owners = {name: owners[_place(tensor)] for name, tensor in self._live.items()}
+        self._live = {layer: tensors_of(layer) for layer in self._paths}
+        owners = dict[object, str]()  # of a tensor that several layers hold, the first
+        for name, tensor in self._named(self._live):
+            owners.setdefault(_place(tensor), name)
+        self._owners = {name: owners[_place(tensor)] for name, tensor in self._named(self._live)}
         specs, segments = dict[str, TensorSpec](), dict[str, list[Segment]]()
-        for name in owners.values():  # a tensor that several layers hold once
-            tensor = self._live[name]
-            segment = segment_of(tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device="meta"))
+        made = {layer: {name: self._live[layer][name] for name in changing[layer]} for layer in self._paths}
+        for name, tensor in self._named(made):
+            if self._owners[name] != name:
+                continue
+            segment = Segment.whole(tensor)
             specs[name] = TensorSpec(name, dtype_name(segment.live.dtype), tuple(tensor.shape))
             segments[name] = [segment]
+        self._specs = specs
+        self._device = backend_of(next((p.device for p in model.parameters()), torch.device("cpu")))
         self._memory = LiveMemory(specs, segments)
         self._memory.audit()
         self._ready: Staged | None = None
@@ -240,12 +257,13 @@ class Twins:
             self._ready = self._memory.stage_weights(self._weights(changed, new))
 
     def _weights(
-        self, groups: Iterable[tuple[Set[torch.nn.Module], Set[str]]], new: Callable[[str], torch.Tensor]
+        self, groups: Iterable[Group], new: Callable[[str], torch.Tensor]
     ) -> Iterator[tuple[str, np.ndarray, int]]:
         for layers, names in groups:
             weights = {name: new(name) for name in sorted(names)}
             try:
-                made = self._made(layers, weights)
+                with self._device.staging():
+                    made = self._made(layers.keys(), weights)
             except Exception as error:  # noqa: BLE001 - vLLM's, of any class
                 logger.warning(
                     "deltasync: twins of the layers of %s failed, so they are loaded in this version's pause: %r",
@@ -254,29 +272,26 @@ class Twins:
                 )
                 self.failed |= names
                 continue
-            for name, tensor in made.items():
-                bits_N = bits_of(tensor.detach().cpu().contiguous())
+            for name, bits_N in made.items():
                 yield name, bits_N, native.fingerprint(tensor_key(name), bits_N)
 
-    def _made(self, layers: Set[torch.nn.Module], weights: Weights) -> dict[str, torch.Tensor]:
-        """Return the tensors that twins of a group make, by their names in live memory.
+    def _made(self, layers: Set[torch.nn.Module], weights: Weights) -> dict[str, np.ndarray]:
+        """Return the bits of the tensors that twins of a group make, on the host, by their names in live memory.
 
         Raises:
-            ModelMismatchError: live memory has no place for one of them.
+            ModelMismatchError: they are not those that its layers hold, and that its weights change.
             Exception: whatever vLLM raises.
         """
         made = dict(self._named(self._make(layers, weights)))
-        for name in self._names_of(layers):
-            live, tensor = self._live[name], made.get(name)
+        held = dict(self._named({layer: self._live[layer] for layer in layers}))
+        for name, live in held.items():
+            tensor, owner = made.get(name), self._owners[name]
             if tensor is None or (tensor.dtype, tensor.shape) != (live.dtype, live.shape):
                 raise ModelMismatchError(f"{name} becomes {'nothing' if tensor is None else tensor.shape}")
-            if self._owners[name] not in made and not torch.equal(int_view(tensor), int_view(live)):
-                raise ModelMismatchError(f"{name} changes, which is {self._owners[name]} too")
-        return {name: made[name] for name in made.keys() & self._owners.values()}
-
-    def _names_of(self, layers: Set[torch.nn.Module]) -> set[str]:
-        """Return the names of the tensors in live memory that these layers hold."""
-        return {name for name in self._live if self._holders[name] in layers}
+            is_exchanged = owner in self._specs and owner in held
+            if not is_exchanged and not torch.equal(int_view(tensor), int_view(live)):
+                raise ModelMismatchError(f"{name} changes, which it did not when the server started")
+        return {name: bits_of(made[name].detach().cpu()) for name in held.keys() & self._specs.keys()}
 
     def exchange(self) -> None:
         """Write what is staged into live memory, or, if it is there, bring back what was before.
@@ -308,9 +323,6 @@ class Twins:
 
     def reloaded(self, layers: Set[torch.nn.Module]) -> None:
         """Note that vLLM has loaded these layers themselves: their bits are right as they are."""
-        if names := self._names_of(layers):
-            self._memory.audit({self._owners[name] for name in names})
-
-
-def _held(layers: Iterable[torch.nn.Module]) -> Made:
-    return {layer: held_tensors(layer) for layer in layers}
+        held = self._named({layer: self._live[layer] for layer in layers & self.layers})
+        if names := {self._owners[name] for name, _ in held}:
+            self._memory.audit(names)
