@@ -31,9 +31,13 @@ TWINNED = {
     "qwen3_next": {ALIEN: 24, "vLLM holds it as float32": 2, "others of its layer are loaded again": 2}
     | ({CHANGED: 2} if torch.cpu._is_avx512_bf16_supported() else {}),  # the convolution's, packed
     "fp8": {CHANGED: 14},
+    "fp8_lora": {CHANGED: 14},
+    "awq": {CHANGED: 42},
 }
 LIVED = ("life:fp8", "life:qwen3_moe", "life:deepseek_v2", "life:qwen3_next")
 REFUSED = {
+    "int8": "scheme.kernel.dnnl_handler[0], which has weights where nothing can prove them",
+    "gptq": "having it load them again does not change model.layers.0.mlp.down_proj.qzeros",
     "tied_gemma": "There is no module or parameter named 'lm_head'",
     "gpt_oss": "having it load them again does not change GptOssRoutedExperts, so this model cannot be updated",
     "deepseek_v2_fp8": "vLLM computed W_UK_T, W_UV of MLAAttention from weights of other layers, and would not do so again",
@@ -89,7 +93,7 @@ SWEPT = (
 SLOW = (
     *(case for case in SWEPT if case not in ("tied", "phi", "mamba")),
     # llama, qwen3_moe_swapped and mamba stand for the first three.
-    *LIVED[1:],
+    *(*LIVED[1:], "fp8_lora", "awq", "gptq"),
     *("phi", "phi3", "qwen3_moe", "gemma2", "gemma3", "qwen3_moe_loaded", "deepseek_v2_fp8", "tied_gemma"),
 )
 

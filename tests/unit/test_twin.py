@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 import pytest
 import torch
 
-from deltasync.errors import StageError
+from deltasync.errors import ModelMismatchError, StageError
 from deltasync.tensors.bits import bits_of
 from vllm_plugin.load.fallback import Mirror, _kept_attributes
 from vllm_plugin.load.layers import tensors_of
@@ -297,3 +297,24 @@ def test_a_handle_of_packed_weights_is_neither_copied_nor_taken_for_another() ->
     assert other_values(twin, before) == []
     twin.quant_method.kernel.handle = Handle()  # as a kernel packs weights
     assert other_values(twin, before) == ["quant_method.kernel.handle[0]"]
+
+
+def test_a_model_whose_reload_packs_weights_outside_of_torch_is_refused_and_untouched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As oneDNN's handles of int8 weights, which keep the address of scales that vLLM's reload frees."""
+    layer = Deep()
+    layer.quant_method.kernel.handle = handle = Handle()
+    tensors = {"w": torch.zeros(4, 6)}
+    mirror = Mirror(layer, None, {"w": {layer}}, tensors)
+
+    def reload(_: Iterable[str]) -> float:
+        layer.weight.data.copy_(quantized(tensors["w"]))
+        layer.scale.copy_(tensors["w"].max())
+        layer.quant_method.kernel.handle = Handle()
+        return 0.0
+
+    monkeypatch.setattr(mirror, "reload", reload)
+    with pytest.raises(ModelMismatchError, match=r"another Deep\.quant_method\.kernel\.handle"):
+        mirror.prove()
+    assert layer.quant_method.kernel.handle is handle

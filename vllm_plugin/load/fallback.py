@@ -136,6 +136,10 @@ class Mirror:
             for layer, tensors in live.items()
         }
         attributes = _attributes(layers)
+        handles = {
+            layer: {name: value for name, value in values(layer).items() if hasattr(value, "__del__")}
+            for layer in layers
+        }
         registered = {layer: (dict(layer._parameters), dict(layer._buffers)) for layer in layers}
         problem = cause = None
         try:
@@ -154,6 +158,11 @@ class Mirror:
                 now = tensors_of(layer)
                 if moved := [name for name, place in places[layer].items() if now[name].data_ptr() != place]:
                     problem = problem or f"puts {type(layer).__name__}.{moved[0]} elsewhere"
+                if other := other_values(layer, handles[layer]):
+                    what = (
+                        f"{type(layer).__name__}.{other[0]}, which has weights where nothing can prove them"
+                    )
+                    problem = problem or f"makes another {what}"
         except RuntimeError as error:  # as torch raises it
             problem, cause = f"fails ({error})", error
         finally:
@@ -338,10 +347,12 @@ class Mirror:
             return 0.0
         self.dirty = layers
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+        from vllm.utils.torch_utils import set_default_torch_dtype
 
         before = time.perf_counter()
         names = [name for name, of in self._layers.items() if of & layers]
-        with torch.no_grad(), _kept_attributes(layers):
+        dtype = self._config.dtype  # kernels take the default for that of their outputs
+        with torch.no_grad(), set_default_torch_dtype(dtype), _kept_attributes(layers):
             for layer in layers:
                 prepare_reload(layer)
                 initialize_layerwise_reload(layer)
