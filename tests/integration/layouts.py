@@ -223,11 +223,8 @@ CASES = {
     # What a trainer sends that quantizes by itself.
     **{
         kind: Case(transformers.Qwen3Config, {"intermediate_size": 192, "head_dim": 32}, format=kind)
-        for kind in ("int8", "float8", "nvfp4", "gptq", "awq")
+        for kind in ("int8", "float8", "gptq", "awq")
     },
-    "mxfp8": Case(
-        transformers.Qwen3Config, {"intermediate_size": 192, "head_dim": 32}, {"quantization": "mxfp8"}
-    ),
     # Its loader copies by itself into expert tensors, which vLLM's layerwise reload does not notice.
     "gpt_oss": Case(
         transformers.GptOssConfig,
@@ -415,17 +412,10 @@ def _compressed(packed: str, weights: dict[str, Any], inputs: dict[str, Any]) ->
 
 
 _CHANNELS, _TOKENS = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
-_INT8, _FP8, _FP4 = (
-    {"num_bits": bits, "type": kind, "symmetric": True}
-    for bits, kind in ((8, "int"), (8, "float"), (4, "float"))
-)
-_GROUPS = {**_FP4, "strategy": "tensor_group", "group_size": 16}
+_INT8, _FP8 = ({"num_bits": 8, "type": kind, "symmetric": True} for kind in ("int", "float"))
 _FORMATS: dict[str, dict[str, Any]] = {
     "int8": _compressed("int-quantized", _INT8 | _CHANNELS, _INT8 | _TOKENS),
     "float8": _compressed("float-quantized", _FP8 | _CHANNELS, _FP8 | _TOKENS),
-    "nvfp4": _compressed(
-        "nvfp4-pack-quantized", _GROUPS | {"dynamic": False}, _GROUPS | {"dynamic": "local"}
-    ),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
 }
@@ -451,14 +441,6 @@ def quantized(path: Path, kind: str, weights: dict[str, torch.Tensor]) -> dict[s
             whole = torch.randint(-127, 128, weight.shape, generator=rng)
             found[name] = whole.to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
             found[f"{base}weight_scale"] = torch.rand(rows, 1, generator=rng) / 100
-            continue
-        if kind == "nvfp4":
-            found[f"{base}weight_packed"] = integers(rows, columns // 8).view(torch.uint8)
-            found[f"{base}weight_scale"] = torch.rand(rows, columns // 16, generator=rng).to(
-                torch.float8_e4m3fn
-            )
-            found[f"{base}weight_global_scale"] = torch.full((1,), 64.0)
-            found[f"{base}input_global_scale"] = torch.full((1,), 8.0)
             continue
         groups = columns // 32
         found[f"{base}scales"] = (torch.rand(groups, rows, generator=rng) / 100).to(weight.dtype)

@@ -33,6 +33,8 @@ TWINNED = {
     "fp8": {CHANGED: 14},
     "fp8_lora": {CHANGED: 14},
     "awq": {CHANGED: 42},
+    "float8": {CHANGED: 24, ALIEN: 2, "others of its layer are loaded again": 2},
+    "glm4_moe_mtp_packed": {ALIEN: 24, "others of its layer are loaded again": 2},
 }
 LIVED = ("life:fp8", "life:qwen3_moe", "life:deepseek_v2", "life:qwen3_next")
 REFUSED = {
@@ -93,7 +95,7 @@ SWEPT = (
 SLOW = (
     *(case for case in SWEPT if case not in ("tied", "phi", "mamba")),
     # llama, qwen3_moe_swapped and mamba stand for the first three.
-    *(*LIVED[1:], "fp8_lora", "awq", "gptq"),
+    *(*LIVED[1:], "fp8_lora", "awq", "gptq", "int8", "float8", "glm4_moe_mtp_packed"),
     *("phi", "phi3", "qwen3_moe", "gemma2", "gemma3", "qwen3_moe_loaded", "deepseek_v2_fp8", "tied_gemma"),
 )
 
