@@ -16,7 +16,6 @@ from deltasync.kernels import native
 from deltasync.live.memory import LiveMemory
 from deltasync.live.segments import Segment, unsigned
 from deltasync.tensors import Delta, Sparse, TensorSpec, Vector, weight_bytes
-from deltasync.tensors.bits import int_view
 
 
 class HostMemory(LiveMemory):
@@ -47,7 +46,7 @@ class HostMemory(LiveMemory):
             raise StageError(
                 f"The channel's tensors have {model_bytes:,} bytes, more than this machine has left."
             ) from None
-        segments = {name: [Segment(int_view(tensor), (1,), 0)] for name, tensor in tensors.items()}
+        segments = {name: [Segment.whole(tensor)] for name, tensor in tensors.items()}
         return cls(specs, segments), tensors
 
     def load(self, weights: Iterable[tuple[str, np.ndarray, int]]) -> None:
