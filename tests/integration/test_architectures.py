@@ -51,9 +51,15 @@ _OWN: dict[str, dict[str, Any]] = {
     "cosmos3_edge": {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [4, 2, 2]}
     },
+    "dory": {"num_hidden_layers": 3, "n_input_layers": 1, "n_recurrent_layers": 1, "n_output_layers": 1},
     "glm5_next": {"qk_rope_head_dim": 0},
     "gpt_neo": {"attention_layers": ["global", "local"], "attention_types": [[["global", "local"], 1]]},
+    "granite_docling": {"out_hidden_size": 32},
     "granitemoehybrid": {"mamba_n_heads": 4, "mamba_d_head": 16},
+    "inkling2": {"text_hidden_size": 32, "unpadded_vocab_size": 64},
+    "inkling2_loop": {"text_hidden_size": 32, "unpadded_vocab_size": 64},
+    "inkling2_loop_text": {"unpadded_vocab_size": 64},
+    "inkling2_text": {"unpadded_vocab_size": 64},
     "laguna": {"num_attention_heads_per_layer": [2, 2]},
     "olmo_hybrid": {"layer_types": ["linear_attention", "full_attention"]},
     "zaya": {"num_experts_per_tok": 1},

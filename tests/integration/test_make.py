@@ -40,7 +40,7 @@ STARTS = {
     "results-tables": ("-m benchmarks.results", "--check"),
 }
 # These have an environment of their own, or start nothing of this checkout.
-ELSEWHERE = {"test-lowest", "test-mlx", "test-vllm", "test-ray", "lock", "audit", "dist"}
+ELSEWHERE = {"test-lowest", "test-mlx", "test-vllm", "test-newest", "test-ray", "lock", "audit", "dist"}
 HERE = {
     "setup",
     "programs",

@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 
 from deltasync import Replica
 from tests.conftest import assert_same_bits
-from tests.integration import vllm_server
 from tests.integration.test_sharded import expected, records, torchrun
 from trl_callback import gather
 
@@ -119,6 +118,8 @@ def test_all_ranks_hear_that_no_replica_acknowledges(slow: Path) -> None:
 @pytest.mark.vllm
 @pytest.mark.parametrize("method", ["grpo", "rloo"])
 def test_completions_are_of_the_weights_that_two_processes_hold(method: str, tmp_path: Path) -> None:
+    from tests.integration import vllm_server
+
     checkpoint = vllm_server.save_model(tmp_path)
     with vllm_server.serving(checkpoint) as server:
         where = {"url": server.url, "channel": server.channel, "model": str(checkpoint)}
