@@ -96,6 +96,11 @@ def check(
         _check_channel(
             status, url, channel, is_named=url.rstrip("/") in {other.rstrip("/") for other in named}
         )
+    if status.get("max_lag") is not None:
+        raise ConfigError(
+            f"The vLLM server at {url} ends requests that grow old, and the trainer would take what there is of them for "
+            "whole answers: start the server without DELTASYNC_MAX_LAG."
+        )
     _check_adapter(status, url, adapter_only)
     served = [] if adapter_only else heartbeat.ask_models(url)
     if name is not None and served and name not in served:

@@ -73,6 +73,7 @@ class ServerStatus(Status, kw_only=True):
     adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
     base_models: list[str] | msgspec.UnsetType = msgspec.UNSET
     logprobs_mode: str | None = None
+    max_lag: int | msgspec.UnsetType = msgspec.UNSET
 
 
 describe(ServerStatus)
@@ -335,6 +336,8 @@ class DeltaSyncEndpoints(Routes):
         follow, target = self.follow(), self.follow().target
         found = ServerStatus(**msgspec.structs.asdict(follow.status(commits)), kv_cache=settings.kv_cache)
         found.logprobs_mode = self._engine.vllm_config.model_config.logprobs_mode
+        if settings.max_lag is not None:
+            found.max_lag = settings.max_lag
         if not isinstance(target, ShardsTarget):
             found.adapters = getattr(target, "models", [])
             found.base_models = [each.name for each in self._models.base_model_paths]

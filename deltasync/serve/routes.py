@@ -301,7 +301,8 @@ def _in_short(status: Any) -> dict[str, Any]:
     """Return what may be read of a status without the token, as by a trainer that waits for its server behind
     a router.
     """
-    names = {"state", "run_id", "version", "epoch", "sha256", "newest_version", "logprobs_mode", "adapters"}
+    names = {"state", "run_id", "version", "epoch", "sha256", "newest_version"}
+    names |= {"logprobs_mode", "adapters", "max_lag"}
     return {name: value for name, value in msgspec.to_builtins(status).items() if name in names}
 
 

@@ -112,6 +112,14 @@ def test_where_sampling_changes_them_the_server_must_say_that_they_are_processed
     assert check(status, **changing)
 
 
+def test_a_server_that_ends_requests_is_refused(status: Status) -> None:
+    status.answer = {"logprobs_mode": "processed_logprobs", "max_lag": 0}
+    with pytest.raises(
+        ConfigError, match=r"would take what there is of them for whole answers: .* DELTASYNC_MAX_LAG"
+    ):
+        check(status)
+
+
 @pytest.mark.parametrize("mode", ["raw_logits", "processed_logits", "something_new"])
 def test_what_is_no_log_probability_is_refused_in_any_case(status: Status, mode: str) -> None:
     status.answer = {"logprobs_mode": mode}
