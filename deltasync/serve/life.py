@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 _SUSPENDED_S = 1.0  # jump of the clock that counts suspension against the one that does not
+_READ_S = 0.2  # a reading of the clocks that takes longer is no comparison: others had the processor
 _SET_S = 5.0  # the same of the wall clock, which may also be set
 
 
@@ -71,6 +72,9 @@ def _clocks() -> tuple[float, float]:
     """Return by how much the clock that counts suspension, and the wall clock, are ahead of one that counts
     none.
     """
-    before_s = time.monotonic()
-    boot_s = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else before_s
-    return boot_s - before_s, time.time() - before_s
+    while True:
+        before_s = time.monotonic()
+        boot_s = time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else before_s
+        wall_s = time.time()
+        if time.monotonic() - before_s < _READ_S:
+            return boot_s - before_s, wall_s - before_s

@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import AckTimeoutError, ConfigError, StoreError, TransientStoreError
 from deltasync.following import Follow, MemoryTarget
 from deltasync.following.status import Status
-from deltasync.serve import heartbeat
+from deltasync.serve import heartbeat, life
 from deltasync.serve.heartbeat import Heartbeat
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.life import Life
@@ -689,6 +690,15 @@ def test_a_replica_that_was_restored_is_ready_once_its_bits_were_audited(
             )
         finally:
             follow.stop()
+
+
+def test_a_reading_of_the_clocks_that_was_interrupted_is_no_jump(monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([10.0, 13.0, 13.0, 13.1])
+    clocks = SimpleNamespace(
+        monotonic=lambda: next(readings), CLOCK_BOOTTIME=7, clock_gettime=lambda _: 13.0, time=lambda: 1013.0
+    )
+    monkeypatch.setattr("deltasync.serve.life.time", clocks)
+    assert life._clocks() == (0.0, 1000.0)
 
 
 def test_a_life_of_this_machine_goes_on() -> None:
