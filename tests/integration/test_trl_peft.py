@@ -9,12 +9,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from packaging.version import Version
 from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, VeraConfig, get_peft_model
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
+from transformers.integrations.peft import MIN_PEFT_VERSION
 
 from deltasync.errors import ConfigError
 from deltasync.opening.adapter_base import FILE, AdapterBase
@@ -289,6 +292,11 @@ def test_adapters_that_cannot_be_merged_are_refused(memory_url: str, tmp_path: P
     model = get_peft_model(tiny_model(), PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
     with pytest.raises(ConfigError, match="cannot be merged"):
         make_trainer(model, tmp_path, DeltaSyncCallback(memory_url))
+
+
+def test_adapters_that_transformers_has_added_are_refused(memory_url: str, tmp_path: Path) -> None:
+    if Version(peft.__version__) < Version(MIN_PEFT_VERSION):
+        pytest.skip(f"transformers adds adapters with PEFT {MIN_PEFT_VERSION} and later only")
     with torch.no_grad():
         natively = tiny_model()
         natively.add_adapter(LoraConfig(**LORA))
