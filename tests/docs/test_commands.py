@@ -119,6 +119,13 @@ def test_the_index_leads_to_each_page() -> None:
     assert pages - linked == {"index.md", "LOG.md"}
 
 
+def test_the_site_leads_to_each_page() -> None:
+    """As `mkdocs build --strict` demands, without building."""
+    listed = re.findall(r"(?m)([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
+    pages = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert pages - set(listed) == set()
+
+
 def test_variables_are_those_of_the_code() -> None:
     gone = ROOT / "docs/reference/replaced.md"
     variable = r"\bDELTASYNC_[A-Z_]*[A-Z]\b"
