@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -201,17 +202,17 @@ def _survey_elements(
 @triton.jit(do_not_specialize=["b_base", "base", "shift"])
 def _count_chunks(
     block_ptr, word_ptr, count_ptr, b_base: tl.int64, base: tl.int64, shift: tl.int64, BITS: tl.constexpr,
-    UNIT: tl.constexpr, CHUNKS: tl.constexpr,
+    UNIT: tl.constexpr, CHUNKS: tl.constexpr, ARE_SUMMED: tl.constexpr,
 ):  # fmt: skip
-    """Count the elements of each class in chunks of a block; its programs take several each if there are
-    many.
+    """Count the elements of each class in chunks of a block, or, `ARE_SUMMED`, add them to the classes' sizes;
+    its programs take several chunks each if there are many.
     """
     block = block_ptr + (tl.program_id(0).to(tl.int64) + b_base) * _FIELDS
     chunks = tl.load(block + _CHUNK_COUNT)
     classes = tl.load(block + _CLASSES)
-    to = count_ptr + (tl.load(block + _COUNT) - base)
+    to = count_ptr + (tl.load(block + _PAIR) if ARE_SUMMED else tl.load(block + _COUNT) - base)
     words = word_ptr + (tl.load(block + _CLASS) // 8 + tl.load(block + _GROUP)) * 256
-    eight = tl.arange(0, 8)[None, :]
+    eight = tl.arange(0, 8)
     for start in range(tl.program_id(1).to(tl.int64) * CHUNKS, chunks, tl.num_programs(1) * CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)
         inside = (chunk < chunks)[:, None, None]
@@ -220,9 +221,14 @@ def _count_chunks(
         for page in range((classes + 7) // 8):
             word = tl.load(words + (page * 256 + field), element, other=0)
             sums = tl.sum(tl.sum(word, axis=2), axis=1)
-            count = (sums[:, None] >> (eight * 8)).to(tl.uint8)
+            count = (sums[:, None] >> (eight * 8)[None, :]).to(tl.uint8)
             of = page * 8 + eight
-            tl.store(to + of * chunks + chunk[:, None], count, (of < classes) & (chunk < chunks)[:, None])
+            if ARE_SUMMED:
+                size = tl.sum(count.to(tl.int32), axis=0).to(tl.int64)
+                tl.atomic_add(to + of, size, (of < classes) & (size > 0), sem="relaxed")
+            else:
+                here = (of < classes)[None, :] & (chunk < chunks)[:, None]
+                tl.store(to + (of * chunks)[None, :] + chunk[:, None], count, here)
 
 
 @triton.jit(do_not_specialize=["b_base", "base"])
@@ -632,6 +638,7 @@ class Batch(NamedTuple):
         byte, byte_end: Address of the first element, and the one behind the last.
         first, last: Position of the first element, and the one behind the last.
         unit: How many elements are read at once, because rows begin and end at multiples of them.
+        room_bytes: The most that counts, keys and bitmaps of `decode` take.
     """
 
     low: int
@@ -645,6 +652,7 @@ class Batch(NamedTuple):
     first: int
     last: int
     unit: int
+    room_bytes: int
 
 
 class BlockBits:
@@ -751,12 +759,15 @@ class BlockBits:
         last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
         is_even_B = (row_BF[:, [COLUMNS, STRIDE]] % _UNIT == 0).all(axis=1)
         is_even_B &= byte_B % min(_UNIT * self.width, 16) == 0
+        first_C, last_C = band_GF[band_C[:-1], 0], last_G[np.array(band_C[1:]) - 1]
+        count_C, changed_C = (np.diff(of_B[edge_E[band_C]]) for of_B in (self.count_B, self.bound_B))
+        word_C = -(-np.minimum(last_C - first_C, MOST_ELEMENTS) // 32)
         columns = (
             *(low_C, edge_E[band_C[1:]], band_C[:-1], band_C[1:]),
             *(np.maximum.reduceat(chunk_B, low_C), np.maximum.reduceat(class_B, low_C)),
             *(np.minimum.reduceat(byte_B, low_C), np.maximum.reduceat(end_B, low_C)),
-            *(band_GF[band_C[:-1], 0], last_G[np.array(band_C[1:]) - 1]),
-            np.where(np.logical_and.reduceat(is_even_B, low_C), _UNIT, 1),
+            *(first_C, last_C, np.where(np.logical_and.reduceat(is_even_B, low_C), _UNIT, 1)),
+            5 * count_C + 8 * word_C + (14 + self.width) * changed_C,
         )
         return [Batch(*line) for line in np.stack(columns, axis=1).tolist()]
 
@@ -772,15 +783,35 @@ class BlockBits:
         count_N, before_N = (
             torch.empty(size, dtype=dtype, device=self.device) for dtype in (torch.uint8, torch.int32)
         )
+        self._count(count_N, of, of.high, False)
         with on(self.device):
-            chunks = min(_CHUNKS[of.unit], 64 // self.width)
-            _count_chunks[(blocks, min(triton.cdiv(of.chunks, _TURNS * chunks), _MOST_PROGRAMS))](
-                self.table_BF, self.word_WE, count_N, of.low, base, self.shift, UNSIGNED[self.width], of.unit, chunks
-            )  # fmt: skip
             _sum_chunks[(blocks, of.classes)](
                 self.table_BF, count_N, before_N, self.size_P, of.low, base, 1024
             )
         return before_N
+
+    def measure(self) -> None:
+        """Set the sizes of all classes, by one launch unless old bits are made, or rows lie differently."""
+        for _, some in itertools.groupby(
+            self.batches, lambda of: of.unit if self.changes is None else of.low
+        ):
+            first, *others = some
+            if self.changes is not None:
+                self._copy_old(self.changes, first)
+            chunks = max(of.chunks for of in (first, *others))
+            self._count(self.size_P, first._replace(chunks=chunks), (others or [first])[-1].high, True)
+
+    def _count(self, to: torch.Tensor, of: Batch, high: int, are_summed: bool) -> None:
+        """Count the elements of each class in the chunks of blocks from a batch's first one on and below `high`, or
+        add them to sizes.
+        """
+        chunks = min(_CHUNKS[of.unit], 64 // self.width)
+        programs_ = min(triton.cdiv(of.chunks, _TURNS * chunks), _MOST_PROGRAMS)
+        with on(self.device):
+            _count_chunks[(high - of.low, programs_)](
+                self.table_BF, self.word_WE, to, of.low, int(self.count_B[of.low]), self.shift, UNSIGNED[self.width],
+                of.unit, chunks, are_summed,
+            )  # fmt: skip
 
     def _copy_old(self, changes: Changes, of: Batch) -> None:
         """Copy the bits of blocks, and undo their changes there."""
@@ -906,8 +937,7 @@ def decode(
         Whether all blocks are well formed. If one is not, the arrays are not to be used.
     """
     device, width = bits.device, bits.width
-    for batch in bits.batches:
-        bits.counts(batch)
+    bits.measure()
     class_K = torch.empty(at_K.numel(), dtype=torch.uint8, device=device)
     good_B = torch.empty(bits.count, dtype=torch.int8, device=device)
     number = tl.uint64 if width == 8 else tl.uint32
@@ -935,38 +965,49 @@ def _place(
         at_K: How many elements of its class come before each in its block; gets positions.
         step_K: Steps; mutated.
     """
-    device = at_K.device
-    number_B = torch.arange(bits.count, dtype=torch.int32, device=device)
+    number_B = torch.arange(bits.count, dtype=torch.int32, device=at_K.device)
     change_B = torch.diff(bits.bound)
     for batch in bits.batches:
-        low, high = batch.low, batch.high
-        begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
-        if begin == end:
-            continue
-        count_N = bits.counts(batch)
-        number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
-        kinds = torch.int64, torch.uint8, torch.uint8, step_K.dtype
-        key_K, rank_K, of_K, from_K = (torch.empty(end - begin, dtype=kind, device=device) for kind in kinds)
+        if bits.bound_B[batch.low] < bits.bound_B[batch.high]:
+            _place_batch(bits, batch, (number_B, change_B, moved_B), class_K, at_K, step_K)
+
+
+def _place_batch(
+    bits: BlockBits,
+    batch: Batch,
+    of_blocks: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    class_K: torch.Tensor,
+    at_K: torch.Tensor,
+    step_K: torch.Tensor,
+) -> None:
+    """As `_place`, of one batch, beside `Batch.room_bytes`; `of_blocks` are number, changes and `moved_B`."""
+    device, (number_B, change_B, moved_B), (low, high, *_) = at_K.device, of_blocks, batch
+    begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
+    count_N = bits.counts(batch)
+    number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
+    kinds = torch.int64, torch.uint8, torch.uint8, step_K.dtype
+    key_K, rank_K, of_K, from_K = (torch.empty(end - begin, dtype=kind, device=device) for kind in kinds)
+    with on(device):
+        _search[(triton.cdiv(end - begin, _CHANGES),)](
+            bits.table_BF, count_N, number_K, moved_B, at_K, class_K, step_K, key_K, rank_K, of_K, from_K,
+            int(bits.count_B[low]), begin, end - begin, _CHANGES,
+        )  # fmt: skip
+        _places[(triton.cdiv(end - begin, _RANKED[batch.unit]),)](
+            bits.table_BF, bits.class_GE, number_K, rank_K, of_K, key_K, end - begin, bits.shift,
+            UNSIGNED[bits.width], batch.unit, _RANKED[batch.unit],
+        )  # fmt: skip
+    done = begin
+    # more than one only where a single band is larger
+    for start in range(batch.first, batch.last, MOST_ELEMENTS):
+        size = min(MOST_ELEMENTS, batch.last - start)
+        marks, ends = _bitmap(key_K, start, size)
         with on(device):
-            _search[(triton.cdiv(end - begin, _CHANGES),)](
-                bits.table_BF, count_N, number_K, moved_B, at_K, class_K, step_K, key_K, rank_K, of_K, from_K,
-                int(bits.count_B[low]), begin, end - begin, _CHANGES,
+            _move_placed[(triton.cdiv(end - begin, _MOVED),)](
+                key_K, marks, ends, number_K, moved_B, from_K, at_K, step_K, start, end - begin, size, done, _MOVED
             )  # fmt: skip
-            _places[(triton.cdiv(end - begin, _RANKED[batch.unit]),)](
-                bits.table_BF, bits.class_GE, number_K, rank_K, of_K, key_K, end - begin, bits.shift,
-                UNSIGNED[bits.width], batch.unit, _RANKED[batch.unit],
-            )  # fmt: skip
-        done = begin
-        # more than one only where a single band is larger
-        for start in range(batch.first, batch.last, MOST_ELEMENTS):
-            size = min(MOST_ELEMENTS, batch.last - start)
-            marks, ends = _bitmap(key_K, start, size)
-            with on(device):
-                _move_placed[(triton.cdiv(end - begin, _MOVED),)](
-                    key_K, marks, ends, number_K, moved_B, from_K, at_K, step_K, start, end - begin, size, done, _MOVED
-                )  # fmt: skip
-            if start + size < batch.last:
-                done += int(ends[-1])
+        if start + size < batch.last:
+            done += int(ends[-1])
+        del marks, ends  # before there are others
 
 
 def _bitmap(key_K: torch.Tensor, first: int, size: int) -> tuple[torch.Tensor, torch.Tensor]:

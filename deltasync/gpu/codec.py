@@ -43,7 +43,6 @@ if TYPE_CHECKING:
 MOST_CHANGED = 1 << 25
 """Changes of payloads that are encoded at once, by classes with 7 bytes for each."""
 
-_BATCH_BYTES = 192 << 20  # of counts, bitmaps and keys of one batch of `classes.decode`
 _BLOCK_BYTES = 256  # of tables, for each block
 
 Send = Callable[[Iterable[tuple[np.ndarray, torch.Tensor]]], None]
@@ -306,7 +305,7 @@ class DeviceCodec:
             undone: The same changes, which the bits have taken; None if they are old.
 
         Beside the result it takes one byte for each change if some are coded by classes, 16 KiB for each table,
-        and `_BATCH_BYTES`.
+        and `Batch.room_bytes` of the batch that takes most.
 
         Raises:
             CorruptDataError: a payload contradicts itself or the tensor table.
@@ -352,12 +351,12 @@ class DeviceCodec:
         return DeviceSparse(at_K, step_K, None, None, all_T)
 
     def _streams(
-        self, parts: Sequence[Part], freq_TS: np.ndarray, beside_bytes: int = 0
+        self, parts: Sequence[Part], freq_TS: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return changes before each block of several payloads, and each one's group, on the host.
 
-        Then, on the device, the words, those before each block, and what is looked up of the tables. They, and
-        what callers allocate beside, fit.
+        Then, on the device, the words, those before each block, and what is looked up of the tables. They and the
+        tables of blocks fit.
         """
         before = bounds([len(part.groups) for part in parts])
         group_B = np.concatenate(
@@ -365,9 +364,7 @@ class DeviceCodec:
         )
         row_B2 = np.concatenate([part.row_B2 for part in parts])
         sizes = [part.words.size for part in parts]
-        self._check_room(
-            beside_bytes + 4 * sum(sizes) + len(freq_TS) * gpu_coder.SLOT_BYTES + len(row_B2) * _BLOCK_BYTES
-        )
+        self._check_room(4 * sum(sizes) + len(freq_TS) * gpu_coder.SLOT_BYTES + len(row_B2) * _BLOCK_BYTES)
         words = torch.empty(max(sum(sizes), 1), dtype=torch.int32, device=self._device)
         self._send(zip([part.words for part in parts], torch.split(words[: sum(sizes)], sizes), strict=True))
         slots = gpu_coder.slots(self._there(freq_TS.astype(np.int16)))
@@ -442,9 +439,7 @@ class DeviceCodec:
         row_BF, band_GF = tiling.chosen(is_in_T, places.address_T)
         parts = [reader.tiles for reader in readers if reader.tiles is not None]
         lines, freqs = zip(*(classes.read(part.tables, len(part.groups)) for part in parts), strict=True)
-        # No batch takes more than a byte an element.
-        beside_bytes = min(_BATCH_BYTES, int((row_BF[:, COLUMNS] * row_BF[:, ROWS]).sum()))
-        bound_B, group_B, words, word_B, slots = self._streams(parts, np.concatenate(freqs), beside_bytes)
+        bound_B, group_B, words, word_B, slots = self._streams(parts, np.concatenate(freqs))
         if (np.diff(bound_B) > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():
             raise CorruptDataError("Payload has a block with more changes than elements.")
         changes = None
@@ -452,6 +447,7 @@ class DeviceCodec:
             changes = _changes(of, undone.steps[of.width], undone.bits[of.width], tiling, band_GF)
         blocks = BlockBits(row_BF, band_GF, bound_B, of.width, self._device, changes)
         blocks.divide(group_B, Classes.of([*itertools.chain(*lines)]))
+        self._check_room(max((batch.room_bytes for batch in blocks.batches), default=0))
         moved_B = self._there(np.repeat(before_T, np.where(is_in_T, tiling.count_T, 0)))
         if not gpu_classes.decode(blocks, words, word_B, slots, moved_B, at_K, step_K):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")

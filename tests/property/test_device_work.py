@@ -185,12 +185,10 @@ def test_no_array_of_the_size_of_the_changes(name: str, monkeypatch: pytest.Monk
             assert most - least < (many - few), (step, what, least, most)
 
 
-def test_a_change_takes_seven_bytes_beside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of bfloat16: four of a position, two of a step, one of a class until all are known. Batches take more
-    for their own changes alone. Tensors by gaps lie between those by class.
+def _decode(made: Case, monkeypatch: pytest.MonkeyPatch, least: int, asked: list[int]) -> int:
+    """Decode `context`, note how many bytes are asked for, and return the most that arrays of so many elements,
+    or more, take together.
     """
-    monkeypatch.setattr(tiles, "BLOCK", 1 << 8)
-    monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 150)
     run = GridExecutor.__call__
 
     def launch(executor: Any, *arguments: Any, **options: Any) -> None:
@@ -198,14 +196,41 @@ def test_a_change_takes_seven_bytes_beside_the_model(monkeypatch: pytest.MonkeyP
             run(executor, *arguments, **options)
 
     monkeypatch.setattr(GridExecutor, "__call__", launch)
-    made = case(0.3, {"bfloat16": [(40,), (8, 64), (40,), (16, 48), (40,)]}, seed=4)
     ((width, of),) = made.layout.vectors.items()
     bits = made.there(are_new=False).bits[width]
     places = {width: on_device.BitAddresses.of(of, bits)}
-    decoder = on_device.DeviceCodec(made.layout, torch.device("cpu"), _send)
+    decoder = on_device.DeviceCodec(made.layout, torch.device("cpu"), _send, asked.append)
     opened = [codec.open_payload(each.to_bytes()) for each in made.encoded("context", 10**6)]
-    changed = made.delta.changed
-    with Held(changed) as held:
+    with Held(least) as held:
         found, _ = decoder.decode(opened, places)
-    assert held.peak_bytes == 7 * changed
     np.testing.assert_array_equal(found.steps[width].low_K.numpy(), made.delta.steps[width].at_K)
+    return held.peak_bytes
+
+
+def test_a_change_takes_seven_bytes_beside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of bfloat16: four of a position, two of a step, one of a class until all are known. Batches take more
+    for their own changes alone. Tensors by gaps lie between those by class.
+    """
+    monkeypatch.setattr(tiles, "BLOCK", 1 << 8)
+    monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 150)
+    made = case(0.3, {"bfloat16": [(40,), (8, 64), (40,), (16, 48), (40,)]}, seed=4)
+    assert _decode(made, monkeypatch, made.delta.changed, []) == 7 * made.delta.changed
+
+
+@pytest.mark.parametrize("most", [100, 10**6])
+def test_a_batch_takes_what_was_asked_for(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a band alone has more changes than a batch takes."""
+    monkeypatch.setattr(tiles, "BLOCK", 1 << 8)
+    monkeypatch.setattr(gpu_classes, "MOST_CHANGES", most)
+    made, taken, asked = case(1.0, {"bfloat16": [(4, 96), (4, 160)]}, seed=4), list[int](), list[int]()
+    place = gpu_classes._place_batch
+
+    def measured(*arguments: Any) -> None:
+        with Held(65) as held:  # not what blocks have
+            place(*arguments)
+        taken.append(held.peak_bytes)
+
+    monkeypatch.setattr(gpu_classes, "_place_batch", measured)
+    _decode(made, monkeypatch, 1, asked)
+    assert (len(taken) > 1) == (most == 100)
+    assert 0.7 * asked[-1] < max(taken) <= asked[-1]
