@@ -8,7 +8,7 @@ Requests of one call:
     read                          HEAD resolve                               reconstruction, data
     put                           POST batch                                 xorb, shard
     read, known from list or watch  -                                        reconstruction, data
-    list                          GET tree, per 1,000 objects
+    list, folders                 GET tree, per 1,000 objects or folders
     delete                        POST batch, per 1,000 keys
 
 In addition, each process fetches a read token and a write token about once an hour. "Small" means up to 64
@@ -142,15 +142,7 @@ class HubStore:
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         """List a folder of the bucket, and match the last part of `prefix` here. See `Store.list`."""
         start = self._start + prefix
-        folder = start.rpartition("/")[0]
-        found: list[Entry] = []
-        query, asked = "recursive=true", set[str]()
-        while query:
-            asked.add(query)
-            entries, query = _retried(functools.partial(self._page, folder, query))
-            found += entries
-            if query in asked:
-                raise StoreError(f"{self.url}: the Hub's listing repeats itself and does not end.")
+        found = self._entries(start.rpartition("/")[0], "recursive=true")
         for entry in sorted(found, key=lambda entry: entry.path):
             if (
                 entry.type == "file"
@@ -160,6 +152,33 @@ class HubStore:
                 stored = entry.uploaded_at or entry.mtime
                 modified_s = 0.0 if stored is None else stored.timestamp()
                 yield ObjectInfo(entry.path.removeprefix(self._start), entry.size, modified_s, entry.xet_hash)
+
+    def folders(self, prefix: str) -> Sequence[str] | None:
+        """List one folder of the bucket. None if the Hub shows no folder in it. See `base.folders`.
+
+        Only the Hub's client says what a listing of one folder has in it; so none is no proof that there is
+        none. Folders are also found in a listing of everything in them.
+        """
+        start = self._start + prefix
+        below = [
+            f"{entry.path}/" if entry.type == "directory" else entry.path
+            for entry in self._entries(start.rpartition("/")[0], "recursive=false")
+        ]
+        inside = [path.removeprefix(start) for path in below if path.startswith(start)]
+        return [*{f"{prefix}{path.split('/')[0]}/" for path in inside if "/" in path}] or None
+
+    def _entries(self, folder: str, query: str) -> Sequence[Entry]:
+        """Return all pages of a listing, in the order of the Hub. Paths that only begin like the folder are
+        among them.
+        """
+        found, asked = list[Entry](), set[str]()
+        while query:
+            asked.add(query)
+            entries, query = _retried(functools.partial(self._page, folder, query))
+            found += entries
+            if query in asked:
+                raise StoreError(f"{self.url}: the Hub's listing repeats itself and does not end.")
+        return found
 
     def _page(self, folder: str, query: str) -> tuple[Sequence[Entry], str]:
         """Return a page of a listing. A 404 is an empty listing only if a second request finds no bucket

@@ -226,6 +226,28 @@ class TestRequests:
         assert hub.requests() == {"batch": 3}
         assert [info.key for info in store.list("")] == ["large", "small"]
 
+    @pytest.mark.parametrize("is_deep", [False, True])
+    def test_folders_are_listed_without_their_objects(
+        self, store: HubStore, hub: HubServer, monkeypatch: pytest.MonkeyPatch, is_deep: bool
+    ) -> None:
+        """Also by a Hub that lists everything whatever it is asked for, in more requests."""
+        hub.fill(store, [f"many/{number % 3}/{number:05d}" for number in range(2500)], like="small")
+        hub.fill(store, ["many/file", "many-others/1/x"], like="small")
+        page = store._api.page
+        if is_deep:
+            monkeypatch.setattr(
+                store._api, "page", lambda at, query: page(at, query.replace("false", "true"))
+            )
+        found = store.folders("many/")
+        assert found is not None and sorted(found) == ["many/0/", "many/1/", "many/2/"]
+        assert hub.requests() == {"tree": 3 if is_deep else 1}
+        client = huggingface_hub.HfApi(endpoint=hub.endpoint)
+        shown = client.list_bucket_tree(_bucket(store), "run/a/many/", recursive=False)
+        assert {entry.path for entry in shown} == {f"run/a/many/{name}" for name in ("0", "1", "2", "file")}
+
+    def test_a_listing_without_folders_is_no_proof_that_there_are_none(self, store: HubStore) -> None:
+        assert store.folders("none/") is None
+
 
 class TestToken:
     @pytest.mark.parametrize(

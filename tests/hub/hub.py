@@ -152,17 +152,21 @@ class Hub:
 
     async def _tree(self, request: web.Request) -> web.Response:
         """Pages of what starts with the prefix, in no promised order: here backwards. Folders are listed as
-        well.
+        well, and not what is in them if `recursive` is false.
         """
         bucket, prefix = self._bucket(request), request.match_info.get("prefix", "")
         found: dict[str, dict[str, object]] = {}
+        is_deep = request.query.get("recursive") != "false"
         listed_s = time.time() - self._steps.conditions.list_delay_s
         for path, file in bucket.seen(request[FAULT].stale):
-            if path.startswith(prefix) and file.uploaded_s <= listed_s:
+            if not path.startswith(prefix) or file.uploaded_s > listed_s:
+                continue
+            end = -1 if is_deep else path.find("/", len(prefix) + 1)
+            folder = path.rpartition("/")[0] if end < 0 else path[:end]
+            if end < 0:
                 found[path] = {"type": "file", **_described(path, file)}
-                folder = path.rpartition("/")[0]
-                if folder not in found and folder.startswith(prefix):
-                    found[folder] = {"type": "directory", "path": folder, "uploadedAt": _iso(file.uploaded_s)}
+            if (is_deep or end >= 0) and folder not in found and folder.startswith(prefix):
+                found[folder] = {"type": "directory", "path": folder, "uploadedAt": _iso(file.uploaded_s)}
         found.pop("", None)
         first = int(request.query.get("cursor", 0))
         page = sorted(found, reverse=True)[first : first + _PAGE]
