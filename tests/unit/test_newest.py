@@ -42,6 +42,13 @@ def test_the_newest_folders_are_listed(store: FaultyStore) -> None:
     assert listed(store) == [keys.VERSIONS, keys.folder(62), keys.folder(52)]  # first the names of folders
 
 
+def test_a_join_reads_the_channel_and_head_once(store: FaultyStore) -> None:
+    made(store, 3)
+    store.calls.clear()
+    assert Replica(store).sync() == 3
+    assert [store.calls.count(("read", key)) for key in (keys.CHANNEL, keys.HEAD)] == [1, 1]
+
+
 def test_a_store_that_does_not_list_folders_lists_all(
     store: FaultyStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
