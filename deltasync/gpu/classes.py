@@ -2,9 +2,10 @@
 blocks at once.
 
 A block is as in `kernels.native`. Its elements follow each other by *place*, and each 128 of them are a
-*chunk*. Of each class of a block it is counted how many elements lie before each chunk (`Counts`), which
-takes 5 bytes for each class and chunk, so callers take blocks in batches. A changed element's *rank*, how
-many of its class lie before it, is that count and what is found in its chunk; and the other way round.
+*chunk*, 16 chunks a *span*. Of each class of a block it is counted how many elements lie in each chunk, and
+before each span, which takes 1.25 bytes for each class and chunk, so callers take blocks in batches. A changed
+element's *rank*, how many of its class lie before it, is the sum of these and of what is found in its chunk;
+and the other way round.
 
 Changes are ordered by a bitmap: a bit for each place that something may take, of which those before are
 counted.
@@ -33,6 +34,9 @@ from deltasync.tensors import bounds
 CHUNK = 128
 """Elements of a chunk."""
 
+SPAN = 16
+"""Chunks of a span. Chunks and counts of blocks are filled up to whole ones."""
+
 ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, SHIFT, MASK, GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, FIELDS = (
     range(14)
 )
@@ -51,7 +55,7 @@ _MOST_PROGRAMS = (1 << 16) - 1  # of the second dimension of a launch
 _MARKS = 1024  # words of a bitmap that a program counts
 _ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _SHIFT, _MASK = map(tl.constexpr, range(7))
 _GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _FIELDS = map(tl.constexpr, range(7, 14))
-_CHUNK = tl.constexpr(CHUNK)
+_CHUNK, _SPAN = tl.constexpr(CHUNK), tl.constexpr(SPAN)
 _RATIO_BITS = tl.constexpr(RATIO_BITS)
 
 
@@ -233,22 +237,29 @@ def _count_chunks(
 
 @triton.jit(do_not_specialize=["b_base", "base"])
 def _sum_chunks(
-    block_ptr, count_ptr, before_ptr, size_ptr, b_base: tl.int64, base: tl.int64, CHUNKS: tl.constexpr
+    block_ptr, count_ptr, before_ptr, size_ptr, b_base: tl.int64, base: tl.int64, SPANS: tl.constexpr
 ):  # fmt: skip
-    """Write how many elements of a class of a block are before each chunk, and its size."""
+    """Write how many elements of a class of a block are before each span, and its size."""
     block = block_ptr + (tl.program_id(0).to(tl.int64) + b_base) * _FIELDS
     c = tl.program_id(1)
     if c < tl.load(block + _CLASSES):
-        chunks = tl.load(block + _CHUNK_COUNT)
-        line = (tl.load(block + _COUNT) - base) + c * chunks
-        total = chunks * 0
-        for start in range(0, chunks, CHUNKS):
-            at = start + tl.arange(0, CHUNKS)
-            count = tl.load(count_ptr + line + at, at < chunks, other=0).to(tl.int32)
+        spans = tl.load(block + _CHUNK_COUNT) // _SPAN
+        first = (tl.load(block + _COUNT) - base) // _SPAN + c * spans
+        total = spans * 0
+        for start in range(0, spans, SPANS):
+            span = start + tl.arange(0, SPANS)
+            count = tl.sum(_span_counts(count_ptr, first + span, span < spans), axis=1)
             before = total + tl.cumsum(count, axis=0) - count
-            tl.store(before_ptr + line + at, before.to(tl.int32), at < chunks)
+            tl.store(before_ptr + first + span, before.to(tl.int32), span < spans)
             total += tl.sum(count, axis=0)
         tl.store(size_ptr + tl.load(block + _PAIR) + c, total)
+
+
+@triton.jit
+def _span_counts(count_ptr, span, inside):
+    """Return the counts of the chunks of spans, int32[spans, 16]."""
+    first = tl.multiple_of(count_ptr + span * _SPAN, _SPAN)
+    return tl.load(first[:, None] + tl.arange(0, _SPAN)[None, :], inside[:, None], other=0).to(tl.int32)
 
 
 @triton.jit(do_not_specialize=["blocks"], do_not_specialize_on_alignment=["block_ptr", "first_ptr"])
@@ -322,7 +333,7 @@ def _undo(
 
 @triton.jit(do_not_specialize=["base", "pair_base", "last", "shift"])
 def _rank(
-    block_ptr, of_ptr, count_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base: tl.int64,
+    block_ptr, of_ptr, count_ptr, before_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base: tl.int64,
     pair_base: tl.int64, last: tl.int64, shift: tl.int64, BITS: tl.constexpr, UNIT: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Write where each change comes if elements are ordered by block, class and rank."""
@@ -332,10 +343,12 @@ def _rank(
     place = tl.load(place_ptr + k, is_in, other=0)
     c = tl.load(class_ptr + k, is_in, other=0)
     chunk = place // _CHUNK
-    before = tl.load(block + _COUNT, is_in, other=0) - base + chunk
-    before += c.to(tl.int64) * tl.load(block + _CHUNK_COUNT, is_in, other=0)
+    span = tl.load(block + _COUNT, is_in, other=0) - base + chunk
+    span = (span + c.to(tl.int64) * tl.load(block + _CHUNK_COUNT, is_in, other=0)) // _SPAN
     first_key = tl.load(pair_ptr + tl.load(block + _PAIR, is_in, other=0) - pair_base + c, is_in, other=0)
-    first_key += tl.load(count_ptr + before, is_in, other=0)
+    first_key += tl.load(before_ptr + span, is_in, other=0)
+    is_before = tl.arange(0, _SPAN)[None, :] < (chunk % _SPAN)[:, None]
+    first_key += tl.sum(tl.where(is_before, _span_counts(count_ptr, span, is_in), 0), axis=1)
     is_of = _of_class(block, chunk, is_in, c, of_ptr, shift, BITS, UNIT)
     is_of = is_of & (_elements(UNIT) < (place % _CHUNK)[:, None, None])
     tl.store(key_ptr + k, first_key + tl.sum(tl.sum(is_of.to(tl.int32), axis=2), axis=1), is_in)
@@ -517,8 +530,8 @@ def _decode(
 
 @triton.jit(do_not_specialize=["base", "begin", "last"])
 def _search(
-    block_ptr, count_ptr, number_ptr, moved_ptr, rank_ptr, class_ptr, step_ptr, chunk_ptr, in_chunk_ptr, to_class_ptr,
-    to_step_ptr, base: tl.int64, begin: tl.int64, last: tl.int64, CHANGES: tl.constexpr,
+    block_ptr, count_ptr, before_ptr, number_ptr, moved_ptr, rank_ptr, class_ptr, step_ptr, chunk_ptr, in_chunk_ptr,
+    to_class_ptr, to_step_ptr, base: tl.int64, begin: tl.int64, last: tl.int64, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Write in which chunk each change is, its rank among the chunk's elements, its class and its step."""
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
@@ -526,24 +539,29 @@ def _search(
     number = tl.load(number_ptr + k, is_in, other=0)
     block = block_ptr + number.to(tl.int64) * _FIELDS
     at = k + begin + tl.load(moved_ptr + number, is_in, other=0)
-    chunks = tl.load(block + _CHUNK_COUNT, is_in, other=1)
+    spans = tl.load(block + _CHUNK_COUNT, is_in, other=0) // _SPAN
     of = tl.load(class_ptr + at, is_in, other=0)
     c = of.to(tl.int64)
     rank = tl.load(rank_ptr + at, is_in, other=0)
     tl.store(to_class_ptr + k, of, is_in)
     tl.store(to_step_ptr + k, tl.load(step_ptr + at, is_in, other=0), is_in)
-    line = count_ptr + (tl.load(block + _COUNT, is_in, other=0) - base) + c * chunks
-    # The last chunk before which there are at most `rank` elements of the class.
-    chunk = tl.zeros((CHANGES,), tl.int64)
-    half = tl.max(chunks, axis=0)
+    first = (tl.load(block + _COUNT, is_in, other=0) - base) // _SPAN + c * spans
+    # The last span before which there are at most `rank` elements of the class.
+    span = tl.zeros((CHANGES,), tl.int64)
+    half = tl.max(spans, axis=0)
     while half > 0:
-        further = chunk + half
-        fits = is_in & (further < chunks)
-        fits = fits & (tl.load(line + further, fits, other=0) <= rank)
-        chunk = tl.where(fits, further, chunk)
+        further = span + half
+        fits = is_in & (further < spans)
+        fits = fits & (tl.load(before_ptr + first + further, fits, other=0) <= rank)
+        span = tl.where(fits, further, span)
         half = tl.where(half == 1, 0, (half + 1) // 2)
-    tl.store(chunk_ptr + k, chunk, is_in)
-    tl.store(in_chunk_ptr + k, (rank - tl.load(line + chunk, is_in, other=0)).to(tl.uint8), is_in)
+    rank -= tl.load(before_ptr + first + span, is_in, other=0)
+    # And the first of its chunks up to whose end there are more.
+    end = tl.cumsum(_span_counts(count_ptr, first + span, is_in), axis=1)
+    is_before = end <= rank[:, None]
+    tl.store(chunk_ptr + k, span * _SPAN + tl.sum(is_before.to(tl.int32), axis=1), is_in)
+    rank -= tl.max(tl.where(is_before, end, 0), axis=1)
+    tl.store(in_chunk_ptr + k, rank.to(tl.uint8), is_in)
 
 
 @triton.jit(do_not_specialize=["last", "shift"])
@@ -728,7 +746,7 @@ class BlockBits:
         """Divide the blocks' elements into classes. `group_B` has the number of each block's group."""
         row_BF, class_G = self.row_BF, classes.bound_G
         class_B = np.diff(class_G)[group_B]
-        chunk_B = -(-self._element_B // CHUNK)
+        chunk_B = -(-self._element_B // (CHUNK * SPAN)) * SPAN
         self.pair_B, self.count_B = bounds(class_B), bounds(class_B * chunk_B)
         columns = group_B, class_G[group_B], class_B, self.pair_B[:-1], chunk_B, self.count_B[:-1]
         row_BF[:, GROUP:] = np.stack(columns, axis=1)
@@ -744,9 +762,11 @@ class BlockBits:
         """Cut the blocks where bands begin, into batches of which what is counted is bounded."""
         row_BF, band_GF = self.row_BF, self._band_GF
         edge_E = np.append(band_GF[:, 5], self.count)
-        most = MOST_ELEMENTS if self.changes is None else MOST_COPIED // self.width
-        limits = (self.count_B, MOST_COUNTS), (bounds(self._element_B), most), (self.bound_B, MOST_CHANGES)
-        limits_E = [(of_B[edge_E], most) for of_B, most in limits]
+        last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
+        position_E = np.append(band_GF[:, 0], last_G[-1:])
+        limits_E = [(self._room_bytes(0, edge_E, position_E), MOST_BYTES)]
+        if self.changes is not None:
+            limits_E.append((bounds(self._element_B)[edge_E] * self.width, MOST_COPIED))
         band_C = [0]
         while band_C[-1] < len(band_GF):
             low = band_C[-1]
@@ -756,23 +776,27 @@ class BlockBits:
             band_C.append(max(fits, low + 1))
         low_C, byte_B = edge_E[band_C[:-1]], row_BF[:, ADDRESS]
         end_B = byte_B + ((row_BF[:, ROWS] - 1) * row_BF[:, STRIDE] + row_BF[:, COLUMNS]) * self.width
-        last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
         is_even_B = (row_BF[:, [COLUMNS, STRIDE]] % _UNIT == 0).all(axis=1)
         is_even_B &= byte_B % min(_UNIT * self.width, 16) == 0
         first_C, last_C = band_GF[band_C[:-1], 0], last_G[np.array(band_C[1:]) - 1]
-        count_C, changed_C = (np.diff(of_B[edge_E[band_C]]) for of_B in (self.count_B, self.bound_B))
-        word_C = -(-np.minimum(last_C - first_C, MOST_ELEMENTS) // 32)
         columns = (
             *(low_C, edge_E[band_C[1:]], band_C[:-1], band_C[1:]),
             *(np.maximum.reduceat(chunk_B, low_C), np.maximum.reduceat(class_B, low_C)),
             *(np.minimum.reduceat(byte_B, low_C), np.maximum.reduceat(end_B, low_C)),
             *(first_C, last_C, np.where(np.logical_and.reduceat(is_even_B, low_C), _UNIT, 1)),
-            5 * count_C + 8 * word_C + (14 + self.width) * changed_C,
+            self._room_bytes(low_C, edge_E[band_C[1:]], np.minimum(last_C - first_C, MOST_ELEMENTS)),
         )
         return [Batch(*line) for line in np.stack(columns, axis=1).tolist()]
 
-    def counts(self, of: Batch) -> torch.Tensor:
-        """Count the elements of each class before each chunk of the blocks of a batch; sets their sizes.
+    def _room_bytes(self, low: np.ndarray | int, high_C: np.ndarray, position_C: np.ndarray) -> np.ndarray:
+        """Return `Batch.room_bytes` of blocks that lie at so many positions, or what `rank` takes."""
+        of_change = (14 if self.changes is None else 25) + self.width
+        count_C, changed_C = (of_B[high_C] - of_B[low] for of_B in (self.count_B, self.bound_B))
+        return 5 * count_C // 4 + 8 * -(-position_C // 32) + of_change * changed_C
+
+    def counts(self, of: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return how many elements of each class are in each chunk of the blocks of a batch, uint8, and before each
+        span, int32; sets their sizes.
 
         From then on kernels that get `shift` read the old bits of these blocks, until others are counted.
         """
@@ -780,15 +804,14 @@ class BlockBits:
             self._copy_old(self.changes, of)
         blocks, base = of.high - of.low, int(self.count_B[of.low])
         size = int(self.count_B[of.high]) - base
-        count_N, before_N = (
-            torch.empty(size, dtype=dtype, device=self.device) for dtype in (torch.uint8, torch.int32)
-        )
+        count_N = torch.empty(size, dtype=torch.uint8, device=self.device)
+        before_N = torch.empty(size // SPAN, dtype=torch.int32, device=self.device)
         self._count(count_N, of, of.high, False)
         with on(self.device):
             _sum_chunks[(blocks, of.classes)](
-                self.table_BF, count_N, before_N, self.size_P, of.low, base, 1024
+                self.table_BF, count_N, before_N, self.size_P, of.low, base, 128
             )
-        return before_N
+        return count_N, before_N
 
     def measure(self) -> None:
         """Set the sizes of all classes, by one launch unless old bits are made, or rows lie differently."""
@@ -840,11 +863,14 @@ class BlockBits:
         return first_B
 
 
-MOST_COUNTS, MOST_ELEMENTS, MOST_CHANGES = 1 << 24, 1 << 28, 1 << 22
-"""Most counts, elements and changes of blocks that are taken at once, if a single band has not more."""
+MOST_BYTES = 1 << 28
+"""Most bytes of a batch, if a single band has not more; see `Batch.room_bytes`."""
 
 MOST_COPIED = 3 << 26
-"""The same in bytes, where old bits are made in a copy."""
+"""Most bytes of blocks that are taken at once where old bits are made in a copy, likewise."""
+
+MOST_ELEMENTS = 1 << 30
+"""Elements that a bitmap of keys has at most."""
 
 
 @functools.cache
@@ -877,7 +903,7 @@ def rank(bits: BlockBits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, to
     element_B = bounds(bits.row_BF[:, COLUMNS] * bits.row_BF[:, ROWS])
     for batch in bits.batches:
         low, high, band, band_end, *_ = batch
-        count_N = bits.counts(batch)
+        count_N, before_N = bits.counts(batch)
         begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
         if begin == end:
             continue
@@ -895,8 +921,8 @@ def rank(bits: BlockBits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, to
                 at_place_K, from_class_K, from_step_K, begin, bits.shift, width, _CHANGES,
             )  # fmt: skip
             _rank[(triton.cdiv(end - begin, _RANKED[batch.unit]),)](
-                bits.table_BF, bits.class_GE, count_N, place_P, number_K, at_place_K, from_class_K, key_K, base, pair,
-                end - begin, bits.shift, width, batch.unit, _RANKED[batch.unit],
+                bits.table_BF, bits.class_GE, count_N, before_N, place_P, number_K, at_place_K, from_class_K, key_K, base,
+                pair, end - begin, bits.shift, width, batch.unit, _RANKED[batch.unit],
             )  # fmt: skip
             marks, ends = _bitmap(key_K, 0, elements)
             _move_ranked[(triton.cdiv(end - begin, _MOVED),)](
@@ -983,13 +1009,13 @@ def _place_batch(
     """As `_place`, of one batch, beside `Batch.room_bytes`; `of_blocks` are number, changes and `moved_B`."""
     device, (number_B, change_B, moved_B), (low, high, *_) = at_K.device, of_blocks, batch
     begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
-    count_N = bits.counts(batch)
+    count_N, before_N = bits.counts(batch)
     number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
     kinds = torch.int64, torch.uint8, torch.uint8, step_K.dtype
     key_K, rank_K, of_K, from_K = (torch.empty(end - begin, dtype=kind, device=device) for kind in kinds)
     with on(device):
         _search[(triton.cdiv(end - begin, _CHANGES),)](
-            bits.table_BF, count_N, number_K, moved_B, at_K, class_K, step_K, key_K, rank_K, of_K, from_K,
+            bits.table_BF, count_N, before_N, number_K, moved_B, at_K, class_K, step_K, key_K, rank_K, of_K, from_K,
             int(bits.count_B[low]), begin, end - begin, _CHANGES,
         )  # fmt: skip
         _places[(triton.cdiv(end - begin, _RANKED[batch.unit]),)](

@@ -56,7 +56,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     if RUNS:
         from deltasync.gpu import classes as gpu_classes
 
-        monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 12)
+        monkeypatch.setattr(gpu_classes, "MOST_BYTES", 200)
         monkeypatch.setattr(on_device, "MOST_CHANGED", 60)
 
 
@@ -193,7 +193,7 @@ def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPat
         monkeypatch.setattr(tiles, constant, value)
     from deltasync.gpu import classes as gpu_classes
 
-    monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 1200)
+    monkeypatch.setattr(gpu_classes, "MOST_BYTES", 40_000)
     monkeypatch.setattr(gpu_classes, "MOST_COPIED", 1 << 18)
     monkeypatch.setattr(on_device, "MOST_CHANGED", 2500)
     made = case(0.012, {"bfloat16": QWEN3}, seed=11)
@@ -308,12 +308,12 @@ def _read_by_the_host(made: Case, payload: Payload) -> object:
 
 @pytest.mark.parametrize("columns", [16, 13])  # read in units of eight elements, and one by one
 @pytest.mark.parametrize("classes", [3, 20, 256])
-def test_a_device_counts_the_elements_of_each_class_before_each_chunk(columns: int, classes: int) -> None:
+def test_a_device_counts_the_elements_of_each_class_in_chunks_and_spans(columns: int, classes: int) -> None:
     """In two groups of blocks, in which some values may be of no class."""
-    from deltasync.gpu.classes import BlockBits
+    from deltasync.gpu.classes import CHUNK, SPAN, BlockBits
     from deltasync.kernels.rans import Classes
 
-    blocks, rows, stride = 3, 25, columns + 24
+    blocks, rows, stride = 3, 325, columns + 24  # three spans each
     bits_N = torch.from_numpy(
         np.random.default_rng(2).integers(0, 1 << 16, blocks * rows * stride, np.uint16)
     )
@@ -326,12 +326,20 @@ def test_a_device_counts_the_elements_of_each_class_before_each_chunk(columns: i
     of_classes = Classes.of([line_C3, line_C3[:2]])
     blocks_ = BlockBits(row_BF, band_GF, np.zeros(blocks + 1, np.int64), 2, bits_N.device)
     blocks_.divide(np.array([0, 0, 1]), of_classes)
-    found = [blocks_.counts(batch).tolist() for batch in blocks_.batches]
-    wanted = list[int]()
+    blocks_.measure()
+    sizes = blocks_.size_P.tolist()
+    found = zip(*(blocks_.counts(batch) for batch in blocks_.batches), strict=True)
+    count_N, before_N = (torch.cat(arrays) for arrays in found)
+    assert blocks_.size_P.tolist() == sizes
+    wanted, before, spans = list[int](), list[int](), -(-rows * columns // (CHUNK * SPAN))
     for b, group in enumerate((0, 0, 1)):
         held = bits_N.cpu().numpy().reshape(blocks, rows, stride)[b, :, :columns].reshape(-1) >> 7 & 255
         low_C, span_C, *_ = of_classes.group(group)
         for low, span in zip(low_C.astype(int), span_C, strict=True):
-            before = np.cumsum((held >= low) & (held <= low + span))
-            wanted += [0, *before[127:-1:128].tolist()]
-    assert [number for each in found for number in each] == wanted
+            is_of = (held >= low) & (held <= low + span)
+            wanted += np.add.reduceat(is_of, np.arange(0, is_of.size, CHUNK), dtype=int).tolist()
+            wanted += [0] * (-len(wanted) % SPAN)
+            before += [int(is_of[: of * CHUNK * SPAN].sum()) for of in range(spans)]
+    assert count_N.tolist() == wanted
+    assert before_N.tolist() == before
+    assert sizes == np.add.reduceat(np.array(wanted), np.arange(0, len(wanted), spans * SPAN)).tolist()

@@ -22,6 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from deltasync import codec
 from deltasync.codec import tiles
+from deltasync.kernels.rans import Classes
 from deltasync.publish.encode import record_of
 from tests.interpreter import INTERPRETED
 
@@ -121,6 +122,16 @@ class Held(TorchDispatchMode):
         return found
 
 
+class Calls(TorchDispatchMode):
+    """Within it, counts calls of torch that launch something: all that neither make a view nor only allocate."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += not (func.is_view or "empty" in func.name())
+        return func(*args, **(kwargs or {}))
+
+
 def _send(pairs: Iterable[tuple[np.ndarray, torch.Tensor]]) -> None:
     """Copy words without an array in between, as on a GPU."""
     for host, to in pairs:
@@ -185,13 +196,14 @@ def test_no_array_of_the_size_of_the_changes(name: str, monkeypatch: pytest.Monk
             assert most - least < (many - few), (step, what, least, most)
 
 
-def _decode(made: Case, monkeypatch: pytest.MonkeyPatch, least: int, asked: list[int]) -> int:
-    """Decode `context`, note how many bytes are asked for, and return the most that arrays of so many elements,
-    or more, take together.
-    """
-    run = GridExecutor.__call__
+def _decode(
+    made: Case, monkeypatch: pytest.MonkeyPatch, within: TorchDispatchMode, asked: list[int]
+) -> list[str]:
+    """Decode `context`, note how many bytes are asked for, and return the names of launched kernels."""
+    run, launched = GridExecutor.__call__, list[str]()
 
     def launch(executor: Any, *arguments: Any, **options: Any) -> None:
+        launched.append(executor.fn.__name__)
         with _disable_current_modes():  # the interpreter copies what a kernel gets
             run(executor, *arguments, **options)
 
@@ -201,10 +213,10 @@ def _decode(made: Case, monkeypatch: pytest.MonkeyPatch, least: int, asked: list
     places = {width: on_device.BitAddresses.of(of, bits)}
     decoder = on_device.DeviceCodec(made.layout, torch.device("cpu"), _send, asked.append)
     opened = [codec.open_payload(each.to_bytes()) for each in made.encoded("context", 10**6)]
-    with Held(least) as held:
+    with within:
         found, _ = decoder.decode(opened, places)
     np.testing.assert_array_equal(found.steps[width].low_K.numpy(), made.delta.steps[width].at_K)
-    return held.peak_bytes
+    return launched
 
 
 def test_a_change_takes_seven_bytes_beside_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -212,16 +224,17 @@ def test_a_change_takes_seven_bytes_beside_the_model(monkeypatch: pytest.MonkeyP
     for their own changes alone. Tensors by gaps lie between those by class.
     """
     monkeypatch.setattr(tiles, "BLOCK", 1 << 8)
-    monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 150)
+    monkeypatch.setattr(gpu_classes, "MOST_BYTES", 3000)
     made = case(0.3, {"bfloat16": [(40,), (8, 64), (40,), (16, 48), (40,)]}, seed=4)
-    assert _decode(made, monkeypatch, made.delta.changed, []) == 7 * made.delta.changed
+    _decode(made, monkeypatch, held := Held(made.delta.changed), [])
+    assert held.peak_bytes == 7 * made.delta.changed
 
 
-@pytest.mark.parametrize("most", [100, 10**6])
+@pytest.mark.parametrize("most", [1000, 10**6])
 def test_a_batch_takes_what_was_asked_for(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a band alone has more changes than a batch takes."""
     monkeypatch.setattr(tiles, "BLOCK", 1 << 8)
-    monkeypatch.setattr(gpu_classes, "MOST_CHANGES", most)
+    monkeypatch.setattr(gpu_classes, "MOST_BYTES", most)
     made, taken, asked = case(1.0, {"bfloat16": [(4, 96), (4, 160)]}, seed=4), list[int](), list[int]()
     place = gpu_classes._place_batch
 
@@ -231,6 +244,34 @@ def test_a_batch_takes_what_was_asked_for(most: int, monkeypatch: pytest.MonkeyP
         taken.append(held.peak_bytes)
 
     monkeypatch.setattr(gpu_classes, "_place_batch", measured)
-    _decode(made, monkeypatch, 1, asked)
-    assert (len(taken) > 1) == (most == 100)
+    _decode(made, monkeypatch, Held(1), asked)
+    assert (len(taken) > 1) == (most == 1000)
     assert 0.7 * asked[-1] < max(taken) <= asked[-1]
+
+
+def test_a_version_is_decoded_by_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """7.6 billion elements of which 1 % changed, by 14 classes, have as many batches as they really have; what a
+    batch launches is counted with few elements.
+    """
+    monkeypatch.setattr(tiles, "BLOCK", 1 << 8)
+    made = case(0.2, {"bfloat16": [(4, 96), (4, 160)]}, seed=4)
+    found = []
+    for most in (gpu_classes.MOST_BYTES, 1500):
+        with monkeypatch.context() as patched:
+            patched.setattr(gpu_classes, "MOST_BYTES", most)
+            launched = _decode(made, patched, calls := Calls(), [])
+        found.append((launched.count("_search"), len(launched) + calls.count))
+    (once, few), (times, many) = found
+    assert once == 1 < times
+    of_batch, side = (many - few) / (times - 1), 512
+    first_B = np.arange(7_600_000_000 // side**2) * side**2
+    row_BF = np.tile(np.array([0, side, side, side, 0, 7, 255]), (first_B.size, 1))
+    band_GF = np.array([[first, side, side, 1, side, b] for b, first in enumerate(first_B)])
+    bound_B = np.arange(first_B.size + 1) * side**2 // 100
+    blocks = gpu_classes.BlockBits(row_BF, band_GF, bound_B, 2, torch.device("cpu"))
+    class_C = np.arange(14)
+    blocks.divide(
+        np.zeros(first_B.size, np.int64), Classes.of([np.stack((class_C, class_C, class_C), axis=1)])
+    )
+    assert few + (len(blocks.batches) - 1) * of_batch < 200
+    assert all(batch.room_bytes <= gpu_classes.MOST_BYTES for batch in blocks.batches)

@@ -42,7 +42,7 @@ MOST_REGISTERS = 128
 """Of a thread: eight warps are then resident twice, on each of these GPUs."""
 
 
-MOST_INSTRUCTIONS = {"_count_chunks": 30, "_encode": 310, "_decode": 380, "_rank": 125, "_places": 160}
+MOST_INSTRUCTIONS = {"_count_chunks": 30, "_encode": 310, "_decode": 380, "_rank": 145, "_places": 160}
 """Of elements of two bytes: of a lane for an element of up to 16 classes, or for a change of its stream; else of a
 warp for a change.
 """

@@ -36,7 +36,7 @@ def test_decoding_compiles_nothing_that_warming_up_has_not(
         on_device.warm_up.__wrapped__(device, width)
         warm = _compiled()
         assert warm > 8
-        monkeypatch.setattr(gpu_classes, "MOST_CHANGES", 777)
+        monkeypatch.setattr(gpu_classes, "MOST_BYTES", 20_000)
         for rows, columns, every in ((256, 256, 3), (512, 260, 7), (272, 256, 11), (16, 256, 2)):
             _decode(device, dtype, width, (rows, columns), every)
         assert _compiled() == warm
