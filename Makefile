@@ -318,7 +318,8 @@ GPU_KIT_PLATFORM ?= manylinux2014_$(shell uname -m)
 gpu-kit: setup
 	rm -rf $(GPU_KIT)
 	mkdir -p $(GPU_KIT)
-	cp -r deltasync deltasync.egg-info vllm_plugin examples/demo benchmarks tests pyproject.toml $(GPU_KIT)/
+	$(BIN)/python setup.py -q egg_info --egg-base $(GPU_KIT)
+	cp -r deltasync vllm_plugin examples/demo benchmarks tests pyproject.toml $(GPU_KIT)/
 	$(PIP) install --quiet --no-deps --no-compile --only-binary :all: --python-version $(GPU_KIT_PYTHON) \
 	  --platform $(GPU_KIT_PLATFORM) --target $(GPU_KIT) msgspec hypothesis sortedcontainers pytest pytest-timeout pluggy \
 	  iniconfig packaging pygments click rich markdown-it-py mdurl obstore zstandard

@@ -14,7 +14,7 @@ import numpy as np
 from deltasync.codec import classes, tables, tiles
 from deltasync.codec.base import OldBits, Payload, Wanted, old_bits, take
 from deltasync.codec.parts import GAPS, TILES, Part, flags
-from deltasync.codec.tiles import Cut
+from deltasync.codec.tiles import Cut, Tiling
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import native
 from deltasync.kernels.rans import Blocks, Classes
@@ -242,6 +242,16 @@ class Reader:
             found.append(Sparse(*native.regroup(bound_G, band_GF, False, at_K, step_K, 0)[:2]))
         return found
 
+    def _tiling(self) -> Tiling:
+        """Return the blocks by class, of other tensors also: the kept ones if encoders of now make these."""
+        if self.sizes == (tiles.TILE, tiles.BLOCK):
+            range_T2 = np.zeros((len(self.vector.specs), 2), np.int64)
+            range_T2[self.tiled_T] = self.range_T2
+            tiling = tiles.tiling_of(self.vector, range_T2)
+            if tiling.count_T[self.tiled_T].all():
+                return tiling
+        return Tiling.of(self.vector, self.cuts)
+
     def _batches(self, old: OldBits) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, list[np.ndarray]]]:
         """Yield the blocks by class to decode in batches of about `_BATCH_BYTES` of old bits.
 
@@ -249,8 +259,10 @@ class Reader:
         count blocks in the batch, and the bits. An array is taken as a whole. Other old bits are made for
         about `_PART_BYTES` for each thread at a time.
         """
-        vector, width, tiling = self.vector, self.vector.width, tiles.tiling_of(self.vector, self.cuts)
-        row_BF, band_GF = tiling.chosen(tiling.count_T > 0, np.zeros_like(tiling.count_T))
+        vector, width, tiling = self.vector, self.vector.width, self._tiling()
+        is_in_T = np.zeros(len(vector.specs), np.bool_)
+        is_in_T[self.tiled_T] = True
+        row_BF, band_GF = tiling.chosen(is_in_T, np.zeros_like(tiling.count_T))
         at_B = np.arange(len(row_BF)) if self._keep_B is None else np.flatnonzero(self._keep_B)
         row_BF, edge_G = row_BF[at_B], np.searchsorted(at_B, np.append(band_GF[:, 5], len(row_BF))).tolist()
         start_B = row_BF[:, 4] - np.repeat(

@@ -184,33 +184,40 @@ def whole(vector: Vector) -> np.ndarray:
     return np.stack((np.zeros_like(size_T), size_T), axis=1)
 
 
-def tiling_of(vector: Vector, cuts: Mapping[int, Cut]) -> Tiling:
-    """As `Tiling.of`; tables of few blocks are kept, since the next version of a small model needs them
-    again.
+def tiling_of(vector: Vector, range_T2: np.ndarray) -> Tiling:
+    """Return kept blocks of ranges that have some; those of all whole tensors if these are whole ones, so
+    that one table serves all payloads.
     """
-    is_small = sum(cut.count for cut in cuts.values()) <= _MOST_KEPT
-    return _tiling_of(vector, tuple(cuts.items())) if is_small else Tiling.of(vector, cuts)
-
-
-@functools.lru_cache(maxsize=8)
-def _tiling_of(vector: Vector, cuts: tuple[tuple[int, Cut], ...]) -> Tiling:
-    return Tiling.of(vector, dict(cuts))
+    whole_T2, is_in_T = whole(vector), range_T2[:, 0] < range_T2[:, 1]
+    is_whole = np.array_equal(range_T2[is_in_T], whole_T2[is_in_T])
+    is_kept = is_whole and counts(vector, TILE, BLOCK).sum() <= _MOST_TILES
+    return tiling(vector, whole_T2 if is_kept else range_T2)
 
 
 def tiling(vector: Vector, range_T2: np.ndarray) -> Tiling:
-    """Return the blocks of these ranges of a vector's tensors that an encoder makes if enough changes. They
-    are kept.
+    """Return the blocks of these ranges of a vector's tensors that an encoder makes if enough changes.
+
+    They are kept: one table of at most `_MOST_TILES`, and eight smaller ones.
     """
-    return _tiling(vector, range_T2.tobytes(), TILE, BLOCK)
+    count = int(counts(vector, TILE, BLOCK)[range_T2[:, 0] < range_T2[:, 1]].sum())
+    make = _tiling if count <= _FEW_TILES else _large_tiling
+    return (make if count <= _MOST_TILES else make.__wrapped__)(vector, range_T2.tobytes(), TILE, BLOCK)
 
 
-@functools.lru_cache(maxsize=8)
-def _tiling(vector: Vector, ranges: bytes, tile: int, block: int) -> Tiling:
+_FEW_TILES = 1 << 16
+_MOST_TILES = 1 << 22  # about 80 bytes each
+
+
+def _made(vector: Vector, ranges: bytes, tile: int, block: int) -> Tiling:
     held = enumerate(np.frombuffer(ranges, np.int64).reshape(-1, 2).tolist())
     cuts = {
         t: cut(vector.specs[t].shape, start, stop, tile, block) for t, (start, stop) in held if start < stop
     }
     return Tiling.of(vector, {t: of for t, of in cuts.items() if of.is_large(vector.specs[t].element_count)})
+
+
+_tiling = functools.lru_cache(maxsize=8)(_made)
+_large_tiling = functools.lru_cache(maxsize=1)(_made)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

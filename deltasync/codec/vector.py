@@ -25,7 +25,7 @@ from deltasync.codec import classes, tables, tiles
 from deltasync.codec.base import Encoded, NewBits, OldBits, Payload, Wanted
 from deltasync.codec.parts import GAPS, TILES, Coded, coded, packed
 from deltasync.codec.reader import readers_of
-from deltasync.codec.tiles import Cut, Tiling, whole
+from deltasync.codec.tiles import Cut, whole
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import native
 from deltasync.kernels.rans import Blocks, ratios
@@ -73,11 +73,10 @@ class VectorCodec:
             changed_T = np.flatnonzero(count_T)
             digest_T = np.array([fingerprints[vector.names[t]] for t in changed_T.tolist()], np.uint64)
             by_class, by_gap = _split(vector, steps, list(held))
-            tiling = tiles.tiling_of(vector, {t: cut for t, (cut, _) in held.items()})
-            parts = _by_gap(vector, by_gap), _by_class(vector, tiling, held, by_class) if held else None
-            found, vectors[str(width)] = entries(
-                vector, count_T, changed_T, digest_T, *parts, tiling.range_T2
-            )
+            range_T2 = np.zeros((count_T.size, 2), np.int64)
+            range_T2[[*held]] = np.array([(cut.start, cut.stop) for cut, _ in held.values()]).reshape(-1, 2)
+            parts = _by_gap(vector, by_gap), _by_class(vector, range_T2, held, by_class) if held else None
+            found, vectors[str(width)] = entries(vector, count_T, changed_T, digest_T, *parts, range_T2)
             arrays |= found
         return payload_of(self.name, version, base_version, delta.changed, arrays, vectors)
 
@@ -288,12 +287,13 @@ def _split(vector: Vector, steps: Sparse, tensors: list[int]) -> tuple[Sparse, S
 
 
 def _by_class(
-    vector: Vector, tiling: Tiling, held: Mapping[int, tuple[Cut, np.ndarray]], steps: Sparse
+    vector: Vector, range_T2: np.ndarray, held: Mapping[int, tuple[Cut, np.ndarray]], steps: Sparse
 ) -> Coded:
     """Return the blocks of tensors that are coded by classes; see `_held`."""
+    tiling, is_in_T = tiles.tiling_of(vector, range_T2), range_T2[:, 0] < range_T2[:, 1]
     address_T = np.zeros(len(vector.specs), np.int64)
     address_T[[*held]] = [bits_N.ctypes.data for _, bits_N in held.values()]
-    row_BF, band_GF = tiling.chosen(tiling.count_T > 0, address_T - tiling.range_T2[:, 0] * vector.width)
+    row_BF, band_GF = tiling.chosen(is_in_T, address_T - range_T2[:, 0] * vector.width)
     bound_G = np.append(count_below(steps.at_K, band_GF[:, 0]), steps.at_K.size)
     at_K, step_K, count_B = native.regroup(bound_G, band_GF, True, *steps, len(row_BF))
     bound_B = bounds(count_B)

@@ -351,3 +351,28 @@ def test_any_classes_words_and_counts_are_damage_or_changes(
     data = Encoded.of("context", 2, 1, count, arrays, extra).to_bytes()
     with contextlib.suppress(CorruptDataError):
         assert decoded(codec.open_payload(data), spec, lambda _: old_N).changed == count
+
+
+@pytest.mark.parametrize("most", [1 << 22, 10_000])
+def test_one_table_of_tiles_serves_versions_and_payloads(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoders and readers make it once above any small number of tiles, unless it would be too large."""
+    made, of = list[int](), tiles.Tiling.of
+    monkeypatch.setattr(tiles.Tiling, "of", lambda vector, cuts: made.append(len(cuts)) or of(vector, cuts))
+    monkeypatch.setattr(tiles, "_FEW_TILES", 1 << 10)
+    monkeypatch.setattr(tiles, "_MOST_TILES", most)
+    specs = {f"w{n}": TensorSpec(f"w{n}", "bfloat16", (32, 32)) for n in range(70)}  # 256 tiles each
+    layout = Layout(specs)
+    old = {name: changed(spec, 0.0, seed)[0] for seed, (name, spec) in enumerate(specs.items())}
+    for names in ([*specs], [*specs][3:40], [*specs][69:]):  # a version, then two payloads of the next
+        new = {name: bits_N + np.uint16(name in names) for name, bits_N in old.items()}
+        delta = deltas.between(layout, old, new)
+        payload = codec.open_payload(
+            codec.get("context")
+            .encode(delta, lambda name, new=new: (new[name], 0), dict.fromkeys(names, 0), 2, 1)
+            .to_bytes()
+        )
+        found, _ = codec.get("context").decode(payload, layout, old.__getitem__)
+        for written, read in zip(delta.steps[2], found.steps[2], strict=True):
+            np.testing.assert_array_equal(written, read)
+        old = new
+    assert made == ([70] if most >= 70 * 256 else [70, 70, 37, 1])

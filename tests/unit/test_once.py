@@ -113,9 +113,9 @@ def test_a_small_model_is_not_paid_for_tensor_by_tensor(
                     tensor.view(torch.int16)[step::4] += 1
                 publisher.flush()
                 calls.clear()
-                made = tiles._tiling_of.cache_info().misses
+                made = tiles._tiling.cache_info().misses
                 publisher.publish(weights).wait(60)
-        assert tiles._tiling_of.cache_info().misses == made
+        assert tiles._tiling.cache_info().misses == made
         found[tensors] = Counter(calls)
     assert found[4]["files"] == 1
     assert found[4]["searches"] > 0
