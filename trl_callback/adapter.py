@@ -185,7 +185,9 @@ def identity(model: torch.nn.Module, adapter_only: bool | str = True) -> tuple[s
 def files(model: torch.nn.Module, adapter_only: bool | str = True) -> dict[str, bytes]:
     """Return `{"adapter_config.json": bytes}` of an adapter."""
     peft_model: Any = unwrapped(model)
-    nothing = {name: torch.empty(0) for name in peft_model.state_dict()}  # shards cannot be saved
+    nothing = {
+        name: torch.empty(0, device="cpu") for name in peft_model.state_dict()
+    }  # shards cannot be saved
     with tempfile.TemporaryDirectory() as folder:
         peft_model.save_pretrained(
             folder,
@@ -216,7 +218,7 @@ def base_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
         if owner in packed and rest:  # what bitsandbytes stores beside the weight
             continue
         if owner in packed and name.endswith(".weight"):
-            tensor = torch.empty(0, dtype=torch.uint8)
+            tensor = torch.empty(0, dtype=torch.uint8, device="cpu")
         layer = _layer_of(name, layers)
         inner = "" if layer is None else name.removeprefix(layer)
         own = _AROUND_BASE.sub("", inner)

@@ -25,7 +25,7 @@ from benchmarks.common import best_s, peak_extra_bytes, say, timed
 from deltasync import codec
 from deltasync.config import CODECS
 from deltasync.kernels import native
-from deltasync.live import LiveMemory, Segment
+from deltasync.live import HostMemory, Segment
 from deltasync.tensors import Layout, TensorSpec
 from deltasync.tensors.bits import signed_view
 from deltasync.tensors.delta import joined, of_tensor
@@ -87,7 +87,7 @@ def encodings(specs: Mapping[str, TensorSpec]) -> Iterator[tuple[str, str, tuple
 def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
     chosen, layout = codec.get(name), Layout(specs)
     fingerprints = dict.fromkeys(specs, _FINGERPRINT)
-    held: list[tuple[Bits, LiveMemory]] = []  # of the weights that were written last
+    held: list[tuple[Bits, HostMemory]] = []  # of the weights that were written last
 
     def encode(old: Bits, new: Bits) -> bytes:
         delta = joined(
@@ -99,7 +99,7 @@ def _ours(name: str, specs: Mapping[str, TensorSpec]) -> tuple[Encode, Apply]:
         # In place and with the fingerprint, as a joining replica does; the peers keep no old values either.
         if not held or held[0][0] is not live:
             segments = {tensor: [Segment(signed_view(bits), (1,), 0)] for tensor, bits in live.items()}
-            held[:] = [(live, LiveMemory(specs, segments))]
+            held[:] = [(live, HostMemory(specs, segments))]
             held[0][1].parts = np.zeros(len(specs), np.uint64)
         ((_, memory),) = held
         delta, _ = chosen.decode(codec.open_payload(payload), layout, live.__getitem__)
