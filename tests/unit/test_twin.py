@@ -242,6 +242,15 @@ def test_tensors_and_numbers_of_kernels_belong_to_their_layer() -> None:
     assert float(bound) == 1
 
 
+def test_each_of_several_kernels_belongs_to_its_layer() -> None:
+    layer = Deep()
+    layer.quant_method.kernel = [Kernel(torch.ones(2)), Kernel(torch.zeros(2))]  # type: ignore[assignment]
+    assert {name for name in tensors_of(layer) if "bound" in name} == {
+        "quant_method.kernel.0.bound",
+        "quant_method.kernel.1.bound",
+    }
+
+
 def test_what_no_weight_changed_at_the_start_is_scratch_until_one_does() -> None:
     layer = Deep()
     bound, made = layer.quant_method.kernel.bound, torch.zeros(())

@@ -52,9 +52,11 @@ def parts(layer: torch.nn.Module) -> dict[str, Any]:
         known.add(id(part))
         found[path] = part
         for name, value in {**vars(part), **vars(part).get("_modules", {})}.items():
-            leaves = tree_leaves(value) if isinstance(value, list | tuple | dict) else [value]
+            leaves = {name: value}
+            if isinstance(value, list | tuple | dict):
+                leaves = {f"{name}.{number}": leaf for number, leaf in enumerate(tree_leaves(value))}
             if name not in load_plan.NOT_HELD:
-                todo += [(f"{path}{name}.", leaf) for leaf in leaves if is_part(leaf)]
+                todo += [(f"{path}{own}.", leaf) for own, leaf in leaves.items() if is_part(leaf)]
     return found
 
 
