@@ -185,9 +185,8 @@ def identity(model: torch.nn.Module, adapter_only: bool | str = True) -> tuple[s
 def files(model: torch.nn.Module, adapter_only: bool | str = True) -> dict[str, bytes]:
     """Return `{"adapter_config.json": bytes}` of an adapter."""
     peft_model: Any = unwrapped(model)
-    nothing = {
-        name: torch.empty(0, device="cpu") for name in peft_model.state_dict()
-    }  # shards cannot be saved
+    # Shards cannot be saved, and of what is saved only the configuration is read.
+    nothing = {name: torch.empty(0, device="cpu") for name in peft_model.state_dict()}
     with tempfile.TemporaryDirectory() as folder:
         peft_model.save_pretrained(
             folder,

@@ -200,8 +200,8 @@ def tiling(vector: Vector, range_T2: np.ndarray) -> Tiling:
     They are kept: one table of at most `_MOST_TILES`, and eight smaller ones.
     """
     count = int(counts(vector, TILE, BLOCK)[range_T2[:, 0] < range_T2[:, 1]].sum())
-    make = _tiling if count <= _FEW_TILES else _large_tiling
-    return (make if count <= _MOST_TILES else make.__wrapped__)(vector, range_T2.tobytes(), TILE, BLOCK)
+    make = _tiling if count <= _FEW_TILES else _large_tiling if count <= _MOST_TILES else _made
+    return make(vector, range_T2.tobytes(), TILE, BLOCK)
 
 
 _FEW_TILES = 1 << 16

@@ -18,7 +18,7 @@ from demo import task
 from tests.integration import vllm_server
 from tests.integration.async_trainers import make_async_trainer, share_of_digits
 from tests.integration.expected_tokens import NEARLY, PROMPT
-from tests.integration.test_trl_server import SAMPLES, grpo_config, rewards_of
+from tests.integration.test_trl_server import async_options, grpo_config, rewards_of
 from tests.integration.trainers import adapter_bits
 from tests.integration.vllm_server import Server
 from trl_callback import DeltaSyncCallback
@@ -136,12 +136,7 @@ def train_async(
         callbacks=callbacks,
         peft_config=LORA,
         output_dir=str(folder),
-        vllm_server_base_url=server.url,
-        num_generations=SAMPLES,
-        per_device_train_batch_size=2 * SAMPLES,
-        max_inflight_tasks=2 * SAMPLES,
-        queue_maxsize=2 * SAMPLES,
-        max_staleness=2,
+        **async_options(server),
         max_steps=steps,
         learning_rate=2e-3,
     )

@@ -322,6 +322,18 @@ def rewards_of(trainer: Any, sync: DeltaSyncCallback) -> list[float]:
     return rewards
 
 
+def async_options(server: Server) -> dict[str, Any]:
+    """How AsyncGRPO generates on a server."""
+    return {
+        "vllm_server_base_url": server.url,
+        "num_generations": SAMPLES,
+        "per_device_train_batch_size": 2 * SAMPLES,
+        "max_inflight_tasks": 2 * SAMPLES,
+        "queue_maxsize": 2 * SAMPLES,
+        "max_staleness": 2,
+    }
+
+
 def test_async_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
     assert server.status()["logprobs_mode"] == "raw_logprobs"
     sync = DeltaSyncCallback(server.channel, resume=True, ack_timeout_s=120)
@@ -334,12 +346,7 @@ def test_async_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> Non
         train_dataset=prompts(),
         callbacks=[bits],
         output_dir=str(tmp_path),
-        vllm_server_base_url=server.url,
-        num_generations=SAMPLES,
-        per_device_train_batch_size=2 * SAMPLES,
-        max_inflight_tasks=2 * SAMPLES,
-        queue_maxsize=2 * SAMPLES,
-        max_staleness=2,
+        **async_options(server),
         max_steps=STALE_STEPS,
         learning_rate=LEARNING_RATE,
     )
