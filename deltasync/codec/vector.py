@@ -28,7 +28,7 @@ from deltasync.codec.reader import readers_of
 from deltasync.codec.tiles import Cut, whole
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.kernels import native
-from deltasync.kernels.rans import Blocks, ratios
+from deltasync.kernels.rans import LOG2, LOG_BITS, LOG_ONE_BITS, Blocks, ratios
 from deltasync.tensors import Delta, Layout, Sparse, Vector, bounds, count_below
 
 GROUP_CHANGED = 1 << 15
@@ -226,7 +226,7 @@ def _groups(blocks: Blocks, steps: Sparse) -> tuple[list[int], list[np.ndarray]]
     two of them.
     """
     starts, given = runs(blocks.bound_B).tolist(), (steps.at_K, None, steps.data_K, _ONE_CLASS)
-    firsts, found, last_bits = list[int](), list[np.ndarray](), 0.0
+    firsts, found, last_bits = list[int](), list[np.ndarray](), 0
     for at in range(0, len(starts), _RUNS):
         run_R = np.array([*starts, blocks.bound_B.size - 1][at : at + _RUNS + 1])
         for first, count_TS in zip(
@@ -242,10 +242,19 @@ def _groups(blocks: Blocks, steps: Sparse) -> tuple[list[int], list[np.ndarray]]
     return firsts, found
 
 
-def _table_bits(count_TS: np.ndarray) -> float:
-    """Return the bits that symbols take beside their extra bits, with their tables."""
-    total_T, some = np.maximum(count_TS.sum(axis=1), 1), count_TS[count_TS > 0]
-    return float((total_T * np.log2(total_T)).sum() - (some * np.log2(some)).sum()) + 12 * some.size
+def _table_bits(count_TS: np.ndarray) -> int:
+    """Return the bits that symbols take beside their extra bits, with their tables, in 2**-16."""
+    some = count_TS[count_TS > 0]
+    own, total = _log_bits(some).sum(), _log_bits(count_TS.sum(axis=1)).sum()
+    return int(total - own) + (12 * some.size << LOG_ONE_BITS)
+
+
+def _log_bits(count_N: np.ndarray) -> np.ndarray:
+    """Return each count times its logarithm, in 2**-16."""
+    exponent_N = np.maximum(np.frexp(count_N)[1], 1).astype(np.int64) - 1
+    place_N = (count_N << LOG_BITS >> exponent_N) & LOG2.size - 1
+    found: np.ndarray = count_N * ((exponent_N << LOG_ONE_BITS) + LOG2[place_N])
+    return found
 
 
 def runs(bound_B: np.ndarray, least: int = 0) -> np.ndarray:

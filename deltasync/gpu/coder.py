@@ -14,6 +14,7 @@ Shapes: K changed elements, S streams, T tables, R runs of streams.
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ import triton
 import triton.language as tl
 
 from deltasync.gpu.common import UNSIGNED, on
-from deltasync.kernels.rans import TABLE_BITS
+from deltasync.kernels.rans import LOG2, LOG_BITS, LOG_ONE_BITS, TABLE_BITS
 
 LANES = 32
 """Streams of a program, one for each thread of a warp."""
@@ -35,6 +36,9 @@ _BITS = tl.constexpr(TABLE_BITS)
 _COST = 10  # costs of symbols are in 2**-10 bits
 _COST_BITS = tl.constexpr(_COST)
 _COST_ONE = tl.constexpr(1 << _COST)
+_LOG_BITS, _LOG_ONE_BITS = tl.constexpr(LOG_BITS), tl.constexpr(LOG_ONE_BITS)
+_LOG_MASK = tl.constexpr(LOG2.size - 1)
+_SYMBOL_COST = tl.constexpr(12 << LOG_ONE_BITS)
 _STATE_MIN = tl.constexpr(1 << 32)
 _ROUND = tl.constexpr(6755399441055744.0)  # 1.5 * 2**52: adding and subtracting it rounds to nearest even
 
@@ -172,22 +176,27 @@ def _count_classes(
 
 
 @triton.jit
-def _run_bits(gaps, steps):
-    """See `codec.vector._table_bits`."""
-    bits = 0.0 * tl.sum(gaps, axis=0).to(tl.float64)
-    for each in tl.static_range(2):
-        count = gaps if each == 0 else steps
-        total = tl.sum(count, axis=0).to(tl.float64)
-        some = count.to(tl.float64)
-        log = tl.sum(tl.where(count > 0, some * tl.log2(tl.maximum(some, 1.0)), 0.0), axis=0)
-        bits += (
-            total * tl.log2(tl.maximum(total, 1.0)) - log + 12.0 * tl.sum((count > 0).to(tl.int32), axis=0)
-        )
-    return bits
+def _log_bits(count, log_ptr):
+    """See `codec.vector._log_bits`."""
+    exponent = _exponent(tl.maximum(count, 1).to(tl.uint32)).to(tl.int64)
+    place = ((count.to(tl.int64) << _LOG_BITS) >> exponent) & _LOG_MASK
+    return count * ((exponent << _LOG_ONE_BITS) + tl.load(log_ptr + place))
 
 
 @triton.jit
-def _join(piece_ptr, count_ptr, group_ptr):
+def _table_bits(count, log_ptr):
+    """See `codec.vector._table_bits`; of one table."""
+    own = tl.sum(_log_bits(count, log_ptr) - (count > 0).to(tl.int64) * _SYMBOL_COST, axis=0)
+    return _log_bits(tl.sum(count, axis=0), log_ptr) - own
+
+
+@triton.jit
+def _run_bits(gaps, steps, log_ptr):
+    return _table_bits(gaps, log_ptr) + _table_bits(steps, log_ptr)
+
+
+@triton.jit
+def _join(piece_ptr, count_ptr, group_ptr, log_ptr):
     piece = tl.program_id(0)
     symbol = tl.arange(0, 256)
     first = tl.load(piece_ptr + piece)
@@ -196,14 +205,14 @@ def _join(piece_ptr, count_ptr, group_ptr):
     line = count_ptr + first.to(tl.int64) * 512 + symbol
     gaps = tl.load(line)
     steps = tl.load(line + 256)
-    bits = _run_bits(gaps, steps)
+    bits = _run_bits(gaps, steps, log_ptr)
     tl.store(group_ptr + first, group)
     for run in range(first + 1, last):
         line = count_ptr + run * 512 + symbol
         more_gaps = tl.load(line)
         more_steps = tl.load(line + 256)
-        more = _run_bits(more_gaps, more_steps)
-        joined = _run_bits(gaps + more_gaps, steps + more_steps)
+        more = _run_bits(more_gaps, more_steps, log_ptr)
+        joined = _run_bits(gaps + more_gaps, steps + more_steps, log_ptr)
         joins = joined <= bits + more
         gaps = tl.where(joins, gaps + more_gaps, more_gaps)
         steps = tl.where(joins, steps + more_steps, more_steps)
@@ -546,8 +555,14 @@ def join(count_RTS: torch.Tensor, piece_P: torch.Tensor) -> torch.Tensor:
     """
     group_R = torch.zeros(len(count_RTS), dtype=torch.int32, device=count_RTS.device)
     with on(count_RTS.device):
-        _join[(piece_P.numel() - 1,)](piece_P, count_RTS, group_R)
+        _join[(piece_P.numel() - 1,)](piece_P, count_RTS, group_R, _logs(group_R.device))
     return group_R
+
+
+@functools.cache
+def _logs(device: torch.device) -> torch.Tensor:
+    """Return `rans.LOG2` on a device, which stays there."""
+    return torch.from_numpy(LOG2).to(device)
 
 
 def fit(count_TS: torch.Tensor) -> Fitted:

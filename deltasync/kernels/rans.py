@@ -45,6 +45,12 @@ def _root(value: int, degree: int) -> int:
 RATIO = np.array([_root(1 << (8 * RATIO_BITS + j), 8) for j in range(LEVELS + 1)], np.int64)
 
 
+LOG_BITS = 10
+LOG_ONE_BITS = 16
+LOG2 = np.rint(np.log2(1 + np.arange(1 << LOG_BITS) / (1 << LOG_BITS)) * (1 << LOG_ONE_BITS)).astype(np.int64)
+"""Logarithms of 1 to 2, in 2**-16; integers, so that a device computes the same costs as the host."""
+
+
 class Blocks(NamedTuple):
     """Blocks and their changes.
 

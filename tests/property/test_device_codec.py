@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, codec, kernels, open_store
-from deltasync.codec import tiles, vector
+from deltasync.codec import classes, tables, tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.gpu.delta import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
@@ -210,6 +210,25 @@ def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPat
     steps = _codec(made).decode(opened, places)[0].steps[2]
     assert torch.equal(steps.low_K, there.steps[2].low_K)
     assert torch.equal(steps.step_K.view(torch.int16), there.steps[2].step_K)
+
+
+@pytest.mark.parametrize("name", CODECS)
+def test_groups_classes_and_tables_are_the_writers_choice(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another writer's bytes decode to the same changes, on a device and on the host."""
+    made = case(0.1, {"bfloat16": [(10, 9)]}, seed=5)
+    there = made.there(are_new=False)
+    places = {2: on_device.BitAddresses.of(made.layout.vectors[2], there.bits[2])}
+    (ours,) = made.encoded(name, 10**6)
+    fit = tables.fit
+    monkeypatch.setattr(vector, "GROUP_CHANGED", 7)
+    monkeypatch.setattr(classes, "COSTS", (30.0, 1.0, 0.0))
+    monkeypatch.setattr(tables, "fit", lambda count_TS: fit(count_TS + 1))
+    (others,) = made.encoded(name, 10**6)
+    entry = ".2.tables" if name == "packed" else ".2.tile_tables"
+    assert not torch.equal(ours.arrays[entry], others.arrays[entry])
+    found = [codec.open_payload(each.to_bytes()) for each in (ours, others)]
+    changes = _read_by_the_host(made, found[0])
+    assert _read(made, found[1], places) == changes == _read_by_the_host(made, found[1])
 
 
 @pytest.mark.parametrize("name", CODECS)
