@@ -155,27 +155,31 @@ class LiveMemory:
         """Recompute the fingerprints of all segments, or of those of these tensors, from every bit of live
         memory.
         """
-        part_P = self._read_parts()
-        for name in () if names is None else self._segments.keys() - names:
-            at = self._first_part[name]
-            part_P[at : at + len(self._segments[name])] = self.known_parts[
-                at : at + len(self._segments[name])
-            ]
-        self.parts = part_P
+        self.parts = self._read_parts(names)
         _ = self._union  # made here, because `compare` is called in a commit's pause
 
-    def is_intact(self) -> bool:
-        """Whether the fingerprints of all segments are still `parts`, by every bit of live memory. Changes
-        nothing.
+    def is_intact(self, names: Set[str] | None = None) -> bool:
+        """Whether the fingerprints of all segments, or of those of these tensors, are still `parts`, by every
+        bit of live memory. Changes nothing.
         """
-        return bool((self._read_parts() == self.known_parts).all())
+        return bool((self._read_parts(names) == self.known_parts).all())
 
-    def _read_parts(self) -> np.ndarray:
+    def _read_parts(self, names: Set[str] | None = None) -> np.ndarray:
+        """Return the fingerprints of all segments: as they are in live memory, or, of other tensors than
+        `names`, as they are known.
+        """
         self._check_places(self._specs)
-        part_P = np.zeros(sum(map(len, self._segments.values())), np.uint64)
+        if names is None:
+            part_P, names = np.zeros(sum(map(len, self._segments.values())), np.uint64), self._specs.keys()
+        else:
+            part_P = self.known_parts.copy()
+        wanted = {part for name in names for part, _ in self._parts_of(name)}
         for places in itertools.chain(*self._places.values(), *self._tied.values()):
-            with places.device.staging():
-                np.add.at(part_P, *places.fingerprints())
+            if parts := places.lines.keys() & wanted:
+                with places.device.staging():
+                    part_M, value_M = places.fingerprints(parts)
+                    part_P[part_M] = 0
+                    np.add.at(part_P, part_M, value_M)
         return part_P
 
     def _check_places(self, names: Mapping[str, object]) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -124,9 +124,9 @@ class SegmentTable:
             held.key, piece.flat(), piece.offset, held.first + piece.offset, last, piece.layout(), held.part
         )
 
-    def fingerprints(self) -> Values:
-        """Return the fingerprints of all segments, out of live memory."""
-        return self._read(self.table.whole)
+    def fingerprints(self, parts: Set[int]) -> Values:
+        """Return the fingerprints of these segments, out of live memory."""
+        return self.readout([*parts])() if parts < self.lines.keys() else self._read(self.table.whole)
 
     def readout(self, parts: Sequence[int]) -> Callable[[], Values]:
         """Return a function that reads the fingerprints of these segments. All that it needs is allocated

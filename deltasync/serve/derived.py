@@ -200,7 +200,7 @@ def _refusal(copy: DerivedCopy) -> ModelMismatchError:
 
 def _start(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return what a tensor and its copies have in common, in any dtype."""
-    return tensor.device, *tensor.detach().reshape(-1)[:2].to(torch.bfloat16).tolist()
+    return tensor.device, *int_view(tensor.detach().reshape(-1)[:2].to(torch.bfloat16)).tolist()
 
 
 def _is_copy(tensor: torch.Tensor, by_start: dict[tuple[object, ...], list[torch.Tensor]]) -> bool:
@@ -220,7 +220,7 @@ def _is_copy(tensor: torch.Tensor, by_start: dict[tuple[object, ...], list[torch
 
 
 def _equal(copy: torch.Tensor, source: torch.Tensor) -> bool:
-    return torch.equal(copy.to(source.dtype), source)
+    return torch.equal(int_view(copy.to(source.dtype)), int_view(source))
 
 
 def _stale(copies: Sequence[DerivedCopy]) -> Sequence[DerivedCopy]:
@@ -240,7 +240,8 @@ def _stale(copies: Sequence[DerivedCopy]) -> Sequence[DerivedCopy]:
         return [
             copy
             for copy, *_, tensor, value in before
-            if held_tensors(copy.holder)[copy.name] is not tensor or not torch.equal(tensor, value)
+            if held_tensors(copy.holder)[copy.name] is not tensor
+            or not torch.equal(int_view(tensor), int_view(value))
         ]
     except Exception:  # noqa: BLE001 - whatever it is, these copies are not made again
         return copies

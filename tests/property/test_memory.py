@@ -290,6 +290,26 @@ def test_a_patch_without_a_place_is_refused_before_anything_is_written() -> None
     assert not live.any()
 
 
+def test_an_audit_of_some_tensors_reads_no_others() -> None:
+    specs = {name: TensorSpec(name, "bfloat16", (3,)) for name in "abc"}
+    memory, tensors = _zeros(specs)
+    memory.audit()
+    read = mock.Mock(wraps=native.fingerprint_runs)
+    for name in "ab":
+        int_view(tensors[name]).fill_(7)
+    with mock.patch.object(native, "fingerprint_runs", read):
+        assert memory.is_intact({"c"})
+        assert not memory.is_intact({"b", "c"})
+        memory.audit({"b"})
+        assert memory.is_intact({"b", "c"})
+    keys = [fingerprint.tensor_key(name) for name in specs]
+    assert [call.args[0] for call in read.mock_calls].count(keys[0]) == 0
+    assert {call.args[0] for call in read.mock_calls} == {*keys[1:]}
+    assert not memory.is_intact()
+    memory.audit()
+    assert memory.is_intact()
+
+
 def test_full_weights_of_several_widths_are_copied_together() -> None:
     specs = {
         name: TensorSpec(name, dtype, (3,))

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Set
 import pytest
 import torch
 
-from deltasync.errors import ModelMismatchError, StageError
+from deltasync.errors import FingerprintMismatchError, ModelMismatchError, StageError
 from deltasync.tensors.bits import bits_of
 from vllm_plugin.load.fallback import Mirror, _kept_attributes
 from vllm_plugin.load.layers import tensors_of
@@ -86,12 +86,20 @@ class Failing:
         return made_by(layers, {"w": weight})
 
 
-def mirror_of(model: torch.nn.ModuleList, make: Failing, monkeypatch: pytest.MonkeyPatch) -> Mirror:
-    """The mirror of layers that each have a twin, with a reload in the place of vLLM's own."""
+def mirror_of(
+    model: torch.nn.ModuleList,
+    make: Failing,
+    monkeypatch: pytest.MonkeyPatch,
+    without: Set[str] = frozenset(),
+) -> Mirror:
+    """The mirror of layers that each have a twin, but those of the weights `without`, with a reload in the place
+    of vLLM's own.
+    """
     tensors = {f"w{number}": torch.zeros(4, 6) for number in range(len(model))}
     layers = {name: {layer} for name, layer in zip(tensors, model, strict=True)}
     mirror = Mirror(model, None, layers, tensors)
-    mirror.twins = Twins(model, [(dict.fromkeys(of, MADE), {name}) for name, of in layers.items()], make)
+    groups = [(dict.fromkeys(of, MADE), {name}) for name, of in layers.items()]
+    mirror.twins = Twins(model, groups, make, without)
 
     def reload(names: Iterable[str]) -> float:
         for name, of in layers.items():
@@ -143,7 +151,7 @@ def test_a_reload_that_fails_undoes_twins_too(monkeypatch: pytest.MonkeyPatch) -
     mirror = mirror_of(model, make, monkeypatch)
     committed(mirror, 1)
     make.broken = (model[1],)
-    reload, fails = mirror.reload, [True]
+    reload, fails = mirror.reload, [False, False, True]
 
     def failing(names: Iterable[str]) -> float:
         if fails.pop():
@@ -156,10 +164,60 @@ def test_a_reload_that_fails_undoes_twins_too(monkeypatch: pytest.MonkeyPatch) -
         committed(mirror, 2)
     for tensor in mirror._tensors.values():
         tensor.fill_(1)
-    fails.append(False)
     mirror.refresh(mirror._tensors)
+    assert fails == []
     assert [float(layer.weight.float().max()) for layer in model] == [1, 1]
     assert mirror.audit()
+
+
+def test_what_a_layer_without_a_twin_has_after_a_reload_is_audited(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.ModuleList([Scaled(), Scaled()])
+    mirror = mirror_of(model, Failing(model[1]), monkeypatch, without={"w1"})
+    assert mirror.twins.names == {"w0"}
+    assert committed(mirror, 1) == 1
+    assert mirror.audit()
+    model[1].scale += 1
+    assert not mirror.audit()
+    mirror.refresh(())
+    assert float(model[1].scale) == 1
+    assert mirror.audit()
+
+
+def test_a_reload_that_gives_other_bits_the_second_time_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = torch.nn.ModuleList([Scaled(), Scaled()])
+    mirror = mirror_of(model, Failing(), monkeypatch, without={"w1"})
+    committed(mirror, 1)
+    reload, added = mirror.reload, [0, 1]
+
+    def varying(names: Iterable[str]) -> float:
+        reload_s = reload(names)
+        model[1].scale += added.pop() if added else 0
+        return reload_s
+
+    monkeypatch.setattr(mirror, "reload", varying)
+    with pytest.raises(FingerprintMismatchError, match="layers of w1 twice"):
+        committed(mirror, 2)
+    assert mirror.dirty == {model[1]}
+    for tensor in mirror._tensors.values():
+        tensor.fill_(1)
+    mirror.refresh(mirror._tensors)
+    assert [float(layer.scale) for layer in model] == [1, 1]
+    assert mirror.audit()
+
+
+def test_an_expanded_tensor_is_exchanged_once() -> None:
+    layer = Scaled()
+    layer.scale = torch.zeros(1).expand(4)
+
+    def make(layers: Set[torch.nn.Module], weights: Mapping[str, torch.Tensor]) -> Made:
+        made = made_by(layers, weights)[layer]
+        return {layer: {**made, "scale": made["scale"].reshape(1).expand(4)}}
+
+    twins = Twins(layer, [({layer: MADE}, {"w"})], make)
+    twins.stage({"w"}, lambda _: torch.ones(4, 6))
+    twins.exchange()
+    assert layer.scale.tolist() == [1] * 4
+    assert twins.is_intact()
 
 
 def test_a_repair_loads_damaged_layers_and_exchanges_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -547,6 +547,18 @@ class TestDerivedCopies:
         assert model.attention.impl.sinks is held
         assert torch.equal(held, model.sinks.float())
 
+    def test_copies_are_compared_by_their_bits(self) -> None:
+        model = WithSinks(in_place=True)
+        model.sinks.data[-2:] = torch.tensor([0.0, torch.nan])
+        impl = model.attention.impl
+        impl.sinks.copy_(model.sinks)
+        assert len(derived.find(model, set(), set())) == 1
+        impl.process_weights_after_loading = lambda _: impl.sinks.copy_(  # type: ignore[method-assign]
+            torch.where(model.sinks == 0, -0.0, model.sinks)
+        )
+        with pytest.raises(ModelMismatchError, match=r"Impl\.sinks"):
+            derived.find(model, set(), set())
+
     def test_a_copy_that_is_made_elsewhere_is_refused_and_left_as_it_was(self) -> None:
         model = WithSinks(in_place=False)
         held, before = model.attention.impl.sinks, model.attention.impl.sinks.clone()

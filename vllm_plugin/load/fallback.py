@@ -1,8 +1,8 @@
 """The fallback for tensors that vLLM keeps in its own layout (repacked, quantized): they are patched in a
 mirror on the host, from which vLLM loads twins of their layers (`twin`) while tokens are generated.
 
-A commit exchanges what differs. Layers that have no twin are loaded again in the pause, and their live memory
-is proven only as far as vLLM's loader is. Staging takes work in proportion to the layers that changed.
+A commit exchanges what differs. Layers that have no twin are loaded again in the pause, twice, because what
+the first time gave is proven by the second. Staging takes work in proportion to the layers that changed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from deltasync.channel.documents import sha256_hex
-from deltasync.errors import CommitError, ModelMismatchError
+from deltasync.errors import CommitError, FingerprintMismatchError, ModelMismatchError
 from deltasync.live import Segment
 from deltasync.serve.derived import is_made
 from deltasync.serve.load_plan import LoadPlan
@@ -105,23 +105,23 @@ class Mirror:
         Raises:
             ModelMismatchError: it does not; live memory is as before.
         """
-        known, twinned = set(), list[Group]()
+        known, groups, without = set(), list[Group](), set[str]()
         for layers, names in _together(self._layers):  # in groups, to hold fewer copies on the host at once
             kind = (
                 *sorted(re.sub("[0-9]+", "#", name) for name in names),
                 *sorted(type(layer).__name__ for layer in layers),
             )
-            changing = self._prove(layers, sorted(names), kind not in known, covered)
-            if changing is not None:
-                twinned.append((changing, names))
+            changing, has_twins = self._prove(layers, sorted(names), kind not in known, covered)
+            groups.append((changing, names))
+            without |= set() if has_twins else names
             known.add(kind)
-        self.twins = Twins(self._model, twinned, self._make)
+        self.twins = Twins(self._model, groups, self._make, without)
 
     def _prove(
         self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]
-    ) -> dict[torch.nn.Module, set[str]] | None:
-        """Prove a group of layers. Returns the names of the tensors of each that changed with all weights; None
-        if the layers have no twins.
+    ) -> tuple[dict[torch.nn.Module, set[str]], bool]:
+        """Prove a group of layers. Returns the names of the tensors of each that changed with all weights; and
+        whether the layers have twins.
         """
         live = {
             layer: {name: each for name, each in tensors_of(layer).items() if not each.is_meta}
@@ -143,7 +143,7 @@ class Mirror:
         registered = {layer: (dict(layer._parameters), dict(layer._buffers)) for layer in layers}
         problem = cause = None
         try:
-            stale, changing = self._stale(names, before, covered)
+            stale, changing, has_twins = self._stale(names, before, covered)
             idle = stale + (self._idle(names, before) if one_by_one else [])
             if idle:
                 problem = f"does not change {idle[0]}"
@@ -180,13 +180,13 @@ class Mirror:
                 "and having it "
                 f"load them again {problem}, so this model cannot be updated."
             ) from cause
-        return changing
+        return changing, has_twins
 
     def _stale(
         self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights], covered: Set[int]
-    ) -> tuple[list[str], dict[torch.nn.Module, set[str]] | None]:
+    ) -> tuple[list[str], dict[torch.nn.Module, set[str]], bool]:
         """Reload with all tensors changed. Returns the layers, and what loading made in them, that this does
-        not change; and what it changes in each layer, or None if twins of the layers are then not as these are.
+        not change; what it changes in each layer; and whether twins of the layers are then as these are.
         """
         model, found = self._model, list[str]()
         with self._changed(names):
@@ -204,7 +204,7 @@ class Mirror:
             made = [name for name in held.keys() - changed if is_made(model, layer, name)]
             stale = [name for name in made if now[name].untyped_storage().data_ptr() not in covered]
             found += [kind] if not changed else [f"{kind}.{name}" for name in sorted(stale)]
-        return found, changing if has_twins else None
+        return found, changing, has_twins
 
     def _twins_of(self, names: Sequence[str], before: Mapping[torch.nn.Module, Weights]) -> Made | None:
         """Return what twins of layers make from the mirror, on the host; None if they cannot be made without
@@ -248,10 +248,11 @@ class Mirror:
 
     def refresh(self, changed: Iterable[str]) -> float:
         """Exchange what is staged in layers with twins, or bring it back; load other layers of changed
-        tensors, and what is `dirty`, again. Without changed tensors nothing is exchanged. Mutates live
+        tensors, and what is `dirty`, again, twice. Without changed tensors nothing is exchanged. Mutates live
         weights. Returns the seconds that loading took.
 
         Raises:
+            FingerprintMismatchError: loading gave other bits the second time; the layers are `dirty`.
             Exception: as `Twins.exchange` and `reload`.
         """
         changed, twins = set(changed), self.twins
@@ -266,6 +267,13 @@ class Mirror:
         layers = self._layers_of(names)
         reload_s = self.reload(names)
         twins.reloaded(layers)
+        self.dirty = layers
+        reload_s += self.reload(())
+        if not twins.is_intact(layers):
+            self.dirty = layers
+            raise FingerprintMismatchError(
+                f"vLLM loaded layers of {min(names, default='damaged weights')} twice, with two results."
+            )
         return reload_s
 
     def _layers_of(self, names: Iterable[str]) -> set[torch.nn.Module]:
@@ -283,7 +291,7 @@ class Mirror:
         }
 
     def audit(self) -> bool:
-        """Return whether every bit of layers with twins is what these have made; if not, they are `dirty`."""
+        """Return whether every bit is what twins, or vLLM's reload, have made; if not, all layers are `dirty`."""
         is_intact = self.twins.is_intact()
         if not is_intact:
             self.dirty = self.dirty | self.twins.layers

@@ -172,6 +172,11 @@ def _place(tensor: torch.Tensor) -> object:
     return tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
 
 
+def _once(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a view of an expanded tensor that has each of its elements once."""
+    return tensor[tuple(slice(1) if not stride else slice(None) for stride in tensor.stride())]
+
+
 def values(layer: torch.nn.Module) -> dict[str, object]:
     """Return what attributes of a layer and of its `parts` hold that is neither a tensor nor one of these:
     plain values, and objects such as handles of packed weights, which are equal if they are the same.
@@ -200,13 +205,15 @@ class Twins:
 
     Args:
         model: The model.
-        groups: The layers that have twins, in groups that are loaded together, each with the names of its
-            tensors that its weights change; and the names of the weights.
+        groups: Layers in groups that are loaded together, each with the names of its tensors that its weights
+            change; and the names of the weights.
         make: Returns the tensors of a group's layers from weights.
+        without: The weights of groups that have no twins: vLLM loads the layers themselves, and what it has
+            loaded is audited.
 
     Attributes:
         layers: The layers of all groups.
-        names: The names of all their weights.
+        names: The names of the weights of layers with twins.
         failed: The names of weights of layers whose twins failed when the last version was staged: vLLM has
             to load the layers themselves.
     """
@@ -216,11 +223,12 @@ class Twins:
         model: torch.nn.Module,
         groups: Iterable[Group],
         make: Callable[[Set[torch.nn.Module], Weights], Made],
+        without: Set[str] = frozenset(),
     ) -> None:
         self._groups, self._make = [*groups], make
         changing = {layer: names for layers, _ in self._groups for layer, names in layers.items()}
         self.layers: Set[torch.nn.Module] = changing.keys()
-        self.names: set[str] = set().union(*(names for _, names in self._groups))
+        self.names: set[str] = set().union(*(names for _, names in self._groups)) - without
         self.failed: set[str] = set()
         self._paths = {module: path for path, module in model.named_modules() if module in self.layers}
         self._live = {layer: tensors_of(layer) for layer in self._paths}
@@ -247,12 +255,12 @@ class Twins:
         for layer, tensors in made.items():
             for name, tensor in tensors.items():
                 if not tensor.is_meta and tensor.numel():
-                    yield f"{self._paths[layer]}.{name}", tensor
+                    yield f"{self._paths[layer]}.{name}", _once(tensor)
 
     def stage(self, names: Set[str], new: Callable[[str], torch.Tensor]) -> None:
         """Make ready what changes with these weights. `new` returns the new bits of a weight, on the host."""
         self.drop()
-        changed = [(layers, of) for layers, of in self._groups if of & names]
+        changed = [(layers, of) for layers, of in self._groups if of & names & self.names]
         if changed:
             self._ready = self._memory.stage_weights(self._weights(changed, new))
 
@@ -317,12 +325,15 @@ class Twins:
         self._ready = self._done = None
         self.failed = set()
 
-    def is_intact(self) -> bool:
-        """Whether every bit is what the twins made."""
-        return self._memory.is_intact()
+    def is_intact(self, layers: Set[torch.nn.Module] | None = None) -> bool:
+        """Whether every bit, or those of these layers, is what was exchanged or `reloaded` last."""
+        return self._memory.is_intact(None if layers is None else self._proven(layers))
 
     def reloaded(self, layers: Set[torch.nn.Module]) -> None:
         """Note that vLLM has loaded these layers themselves: their bits are right as they are."""
+        self._memory.audit(self._proven(layers))
+
+    def _proven(self, layers: Set[torch.nn.Module]) -> set[str]:
+        """Return the names of those tensors of layers that weights change."""
         held = self._named({layer: self._live[layer] for layer in layers & self.layers})
-        if names := {self._owners[name] for name, _ in held}:
-            self._memory.audit(names)
+        return {self._owners[name] for name, _ in held} & self._specs.keys()
