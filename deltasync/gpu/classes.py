@@ -842,8 +842,7 @@ class BlockBits:
         size = of.byte_end - of.byte
         if self._old.numel() < size:
             del self._old  # before there is another one
-            most = max(each.byte_end - each.byte for each in self.batches)
-            self._old = torch.empty(most, dtype=torch.uint8, device=self.device)
+            self._old = torch.empty(self._copied_bytes, dtype=torch.uint8, device=self.device)
         self._old[:size].copy_(changes.bits_N.view(torch.uint8)[of.byte - base : of.byte_end - base])
         self.shift = self._old.data_ptr() - of.byte
         with on(self.device):
@@ -852,6 +851,16 @@ class BlockBits:
                 *changes.of_bands(of.band), self.table_BF, changes.at_K, changes.step_K, self.shift, UNSIGNED[self.width],
                 _CHANGES,
             )  # fmt: skip
+
+    @property
+    def room_bytes(self) -> int:
+        """The most bytes that a batch takes, with the copy of its old bits."""
+        batches = max((batch.room_bytes for batch in self.batches), default=0)
+        return batches + (self._copied_bytes if self.changes is not None else 0)
+
+    @property
+    def _copied_bytes(self) -> int:
+        return max((batch.byte_end - batch.byte for batch in self.batches), default=0)
 
     def first_classes(self) -> torch.Tensor:
         """Return the first class of each block that has an element, int32[B], once all are counted."""

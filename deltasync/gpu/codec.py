@@ -44,6 +44,8 @@ MOST_CHANGED = 1 << 25
 """Changes of payloads that are encoded at once, by classes with 7 bytes for each."""
 
 _BLOCK_BYTES = 256  # of tables, for each block
+_BAND_BYTES = 1024  # of finding the changes of each band
+_TABLE_BYTES = 6 << 10  # of a table and what encoding looks up of it
 
 Send = Callable[[Iterable[tuple[np.ndarray, torch.Tensor]]], None]
 """See `Backend.send`."""
@@ -77,7 +79,7 @@ class DeviceCodec:
         layout: The model.
         device: The device.
         send: Copies arrays to the device, on the current stream, each to a tensor of as many elements.
-        check_room: Called before `decode` allocates so many bytes; raises StageError if there are too few.
+        check_room: Called before so many bytes are allocated; raises StageError if there are too few.
     """
 
     def __init__(
@@ -109,6 +111,9 @@ class DeviceCodec:
             version: The version that it leads to.
             base_version: The one that it leads from.
             pieces: All payloads, as `DeviceDelta.split` returns them.
+
+        Raises:
+            StageError: the device has too little memory; nothing is held there.
         """
         some, changed = list[Piece](), 0
         for piece in pieces:
@@ -144,6 +149,7 @@ class DeviceCodec:
                 range_T2[is_tiled_T] = tiling.range_T2[is_tiled_T]
                 if is_tiled_T.any():
                     table = tiling.chosen(is_tiled_T, places.address_T)
+                    self._check_room(_BAND_BYTES * len(table[1]))
                     block_P2 = bounds(np.where(is_tiled_T, tiling.count_T, 0))[tensor_P2]
                     by_class = self._tiles(
                         of, _changes(of, steps, delta.bits[width], tiling, table[1]), *table, block_P2
@@ -218,6 +224,9 @@ class DeviceCodec:
         begins_S[stream_P[:-1]] = True
         run_S = np.cumsum(begins_S) - 1
         first_R = np.flatnonzero(begins_S)
+        # numbers of changes, twice while they are made, or with the changes
+        changed, of_change = int(high_P[-1]) - start, max(16, 12 + of.width)
+        self._check_room(changed * of_change + bound_S.size * _BLOCK_BYTES + 2 * first_R.size * _TABLE_BYTES)
         selected = _selected(steps, is_in_T, start, int(high_P[-1]), bound_T, all_T)
         bound = torch.from_numpy(np.append(bound_S, end_S[-1:]) - start).to(device)
         base = torch.from_numpy(base_S).to(device)
@@ -227,7 +236,9 @@ class DeviceCodec:
         group_R = gpu_coder.join(count_RTS, torch.from_numpy(piece).to(device))
         fitted = gpu_coder.fit(count_RTS)
         table = (2 * group_R)[run.to(torch.int64)].to(torch.int32)
-        words, word_S = gpu_coder.encode(Streams(bound, base, table, *selected), fitted)
+        words, word_S = gpu_coder.encode(
+            Streams(bound, base, table, *selected), fitted, check_room=self._check_room
+        )
         is_group_R = group_R.cpu().numpy() == np.arange(first_R.size)
         freq_RTS = fitted.freq_TS.cpu().numpy().reshape(-1, 2, 256)[is_group_R]
         table_N, end_T = tables.all_bytes(freq_RTS.reshape(-1, 256))
@@ -256,18 +267,26 @@ class DeviceCodec:
         blocks = BlockBits(row_BF, band_GF, bound_B, of.width, device, changes)
         run_R, run_P = _runs(bound_B, *block_P2.T)
         size_R = np.add.reduceat(row_BF[:, COLUMNS] * row_BF[:, ROWS], run_R[:-1])
+        tables_bytes = len(row_BF) * _BLOCK_BYTES
+        self._check_room(tables_bytes + size_R.size * 4 * 256 * (1 + 32 * of.width))
         group_run_G, groups = _groups(
-            blocks.survey(run_R, np.clip(size_R // vector.SAMPLED, 1, 64) | 1), run_P, size_R
+            blocks.survey(run_R, np.clip(size_R // vector.SAMPLED, 1, 64) | 1),
+            run_P,
+            size_R,
+            self._check_room,
         )
         first_G = run_R[group_run_G]
         group_B = np.searchsorted(first_G, np.arange(len(row_BF)), side="right") - 1
         blocks.divide(group_B, groups)
         gap_bits = _gap_bits(row_BF, group_B, groups)
+        ranked = int(bound_B[-1]) * ((8 if gap_bits > 32 else 4) + 1 + of.width)
+        tables_bytes += 2 * int(groups.bound_G[-1]) * _TABLE_BYTES
+        self._check_room(ranked + blocks.room_bytes + tables_bytes)
         gap_K, class_K, step_K, begin_B = gpu_classes.rank(blocks, gap_bits)
         table_B = torch.from_numpy((2 * groups.bound_G[group_B]).astype(np.int32)).to(device)
         streams = Streams(blocks.bound, table_B, table_B, gap_K, step_K, class_K, begin_B)
         fitted = gpu_coder.fit(gpu_coder.count_classes(streams, 2 * int(groups.bound_G[-1])))
-        words, word_B = gpu_coder.encode(streams, fitted, gap_bits)
+        words, word_B = gpu_coder.encode(streams, fitted, gap_bits, self._check_room)
         table_G = classes.to_bytes(groups, fitted.freq_TS.cpu().numpy())
         words_, word_bound = self._fetch(f"{of.width} classes", words), bounds(word_B)
         row_B2 = np.stack((count_B, word_B), axis=1).astype(np.int32)
@@ -447,7 +466,7 @@ class DeviceCodec:
             changes = _changes(of, undone.steps[of.width], undone.bits[of.width], tiling, band_GF)
         blocks = BlockBits(row_BF, band_GF, bound_B, of.width, self._device, changes)
         blocks.divide(group_B, Classes.of([*itertools.chain(*lines)]))
-        self._check_room(max((batch.room_bytes for batch in blocks.batches), default=0))
+        self._check_room(blocks.room_bytes)
         moved_B = self._there(np.repeat(before_T, np.where(is_in_T, tiling.count_T, 0)))
         if not gpu_classes.decode(blocks, words, word_B, slots, moved_B, at_K, step_K):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
@@ -539,11 +558,15 @@ def _runs(bound_B: np.ndarray, first_P: np.ndarray, last_P: np.ndarray) -> tuple
 
 
 def _groups(
-    survey: tuple[torch.Tensor, torch.Tensor], run_P: np.ndarray, size_R: np.ndarray
+    survey: tuple[torch.Tensor, torch.Tensor],
+    run_P: np.ndarray,
+    size_R: np.ndarray,
+    check_room: Callable[[int], None],
 ) -> tuple[np.ndarray, Classes]:
     """Return the first run of each group, and its classes."""
     element, step = survey
     used_E, used_S = (torch.nonzero(step.sum(dim=dims)).reshape(-1) for dims in ((0, 2), (0, 1)))
+    check_room(step.nbytes // 256 * used_E.numel() * 2)
     step_RVS = step[:, used_E][:, :, used_S].cpu().numpy().view(np.uint32)
     element_RE = element.cpu().numpy()
     element_RE = element_RE * (size_R / np.maximum(element_RE.sum(axis=1), 1))[:, None]

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -577,13 +578,19 @@ def fit(count_TS: torch.Tensor) -> Fitted:
     return Fitted(freq, code, inverse, cost)
 
 
-def encode(of: Streams, fitted: Fitted, gap_bits: int = 32) -> tuple[torch.Tensor, np.ndarray]:
+def encode(
+    of: Streams,
+    fitted: Fitted,
+    gap_bits: int = 32,
+    check_room: Callable[[int], None] = lambda size_bytes: None,
+) -> tuple[torch.Tensor, np.ndarray]:
     """Encode streams.
 
     Args:
         of: The streams.
         fitted: The tables.
         gap_bits: Bits that no gap exceeds.
+        check_room: Called before so many bytes are allocated for words.
 
     Returns:
         The words of all streams, int32[W], on the device; how many each has, int64[S], on the host. Without
@@ -601,7 +608,9 @@ def encode(of: Streams, fitted: Fitted, gap_bits: int = 32) -> tuple[torch.Tenso
     with on(device):
         _size[(of.count,)](*given, fitted.cost_TS, room_S[1:], classes, _CHANGES)
         torch.cumsum(room_S, 0, out=room_S)
-        out = torch.empty(int(room_S[-1]), dtype=torch.int32, device=device)
+        room = int(room_S[-1])
+        check_room(8 * room + 40 * of.count)
+        out = torch.empty(room, dtype=torch.int32, device=device)
         _encode[(triton.cdiv(of.count, LANES),)](
             *given, code, inverse, room_S, out.view(torch.uint32), begin_S, of.count, classes, *groups, LANES, num_warps=1
         )  # fmt: skip

@@ -98,8 +98,8 @@ class Device(Backend):
 
     def _short(self, size_bytes: int) -> StageError:
         return StageError(
-            f"Staging needs {size_bytes:,} bytes on {self.device}, where {self.free_bytes():,} are free, of "
-            f"which {RESERVE_BYTES:,} stay so; give vLLM less memory (--gpu-memory-utilization)."
+            f"{size_bytes:,} bytes are needed on {self.device}, where {self.free_bytes():,} are free, of which "
+            f"{RESERVE_BYTES:,} stay so; leave it more memory (with vLLM: --gpu-memory-utilization)."
         )
 
     def empty(self, size_bytes: int) -> torch.Tensor:

@@ -22,7 +22,7 @@ from deltasync.tensors.delta import Piece
 
 
 class DeviceCoder:
-    """Encodes and proves deltas of a model on a device, on a stream of its own. Needs triton.
+    """Encodes and proves deltas of a model on a device, on its stream of staging. Needs triton.
 
     Args:
         layout: The model.
@@ -30,11 +30,19 @@ class DeviceCoder:
     """
 
     def __init__(self, layout: Layout, device: torch.device) -> None:
-        self._layout = layout
-        self._codec = DeviceCodec(layout, device, accelerator(device).send)
-        self._stream: torch.cuda.Stream | None = None
+        self._layout, self._there = layout, accelerator(device)
+        self._codec = DeviceCodec(layout, device, self._there.send, self._check_room)
+
+    def _check_room(self, size_bytes: int) -> None:
+        """Check that so many bytes can be allocated, and what training had reserved at its peak once more.
+
+        Raises:
+            StageError: that would leave too few free.
+        """
+        device, again = self._there.device, 0
         if device.type == "cuda":
-            self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]  # torch has no annotation
+            again = torch.cuda.max_memory_reserved(device) - torch.cuda.memory_reserved(device)
+        self._there.check_room(size_bytes + again)
 
     def payloads(
         self,
@@ -49,6 +57,7 @@ class DeviceCoder:
 
         Raises:
             CorruptDataError: a payload does not decode to what was encoded.
+            StageError: the device has too little memory; nothing is held there.
         """
         stored = list[tuple[str, bytes]]()
         for encoded in self.encode(codec_name, delta, digests, version, pieces):
@@ -114,13 +123,6 @@ class DeviceCoder:
         """Work on the stream, behind what has written the delta or the bits. None of it is left behind: after
         an error too, whoever frees what it reads need not wait.
         """
-        if self._stream is None:
+        with beside_captures(), self._there.staging():
+            self._there.wait(ready)
             yield
-            return
-        with beside_captures(), torch.cuda.stream(self._stream):
-            if ready is not None:
-                self._stream.wait_event(ready)
-            try:
-                yield
-            finally:
-                self._stream.synchronize()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 
@@ -13,7 +14,7 @@ from deltasync.channel import payloads
 from deltasync.channel.documents import DeltaFiles, File, Record, VersionId
 from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded, NewBits, RangeBits
-from deltasync.errors import CorruptDataError, get_logger
+from deltasync.errors import CorruptDataError, StageError, get_logger
 from deltasync.publish.pending import Pending
 from deltasync.tensors import Delta, Layout
 
@@ -46,16 +47,21 @@ class GroupEncoder:
             CorruptDataError: a payload does not decode to what was encoded, or the shadow has been damaged.
         """
         assert job.fingerprints is not None
+        number = itertools.count(1)
+
+        def put_next(data: bytes) -> Future[File]:  # what the host stores after a device gets other keys
+            return put(next(number), data)
+
         try:
             job.shadow.audit()
             there = job.shadow.encode(
                 self.codec_name, job.delta, job.fingerprints.of, job.version, GROUP_CHANGED
             )
             if there is not None:
-                return _stored(there, put, inline=inline)
-        except torch.OutOfMemoryError as error:
-            logger.warning("Version %d is encoded on the host: %s", job.version, error)
-        return _stored(self._encoded(job), put, inline=inline)
+                return _stored(there, put_next, inline=inline)
+        except (torch.OutOfMemoryError, StageError) as error:
+            logger.warning("Version %d is encoded on the host, which takes longer: %s", job.version, error)
+        return _stored(self._encoded(job), put_next, inline=inline)
 
     def _encoded(self, job: Pending) -> Iterator[tuple[Encoded, bytes]]:
         shadow, delta = job.shadow, job.delta.host()
@@ -70,16 +76,16 @@ class GroupEncoder:
 
 
 def _stored(
-    found: Iterable[tuple[Encoded, bytes]], put: Callable[[int, bytes], Future[File]], *, inline: bool
+    found: Iterable[tuple[Encoded, bytes]], put: Callable[[bytes], Future[File]], *, inline: bool
 ) -> tuple[list[Future[File]], Encoded | None, int]:
     """Begin to store all payloads but the last one, and that too, unless it fits into the record."""
     files, size, last = list[Future[File]](), 0, None
     for encoded, data in found:
         if last is not None:
-            files.append(put(len(files) + 1, last[1]))
+            files.append(put(last[1]))
         last, size = (encoded, data), size + len(data)
         if not inline or len(data) > INLINE_BYTES:
-            files.append(put(len(files) + 1, data))
+            files.append(put(data))
             last = None
     return files, None if last is None else last[0], size
 

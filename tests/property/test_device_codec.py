@@ -18,13 +18,15 @@ import pytest
 import torch
 
 from deltasync import Publisher, Replica, codec, kernels, open_store
+from deltasync.channel.documents import File
 from deltasync.codec import classes, tables, tiles, vector
 from deltasync.codec.base import Encoded, Payload
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.gpu.delta import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
-from deltasync.gpu.devices import RESERVE_BYTES
+from deltasync.gpu.devices import RESERVE_BYTES, Device
 from deltasync.kernels.backend import accelerator
-from deltasync.publish import encode
+from deltasync.publish import encode, log
+from deltasync.stores import Store
 from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
 from tests import deltas
@@ -269,6 +271,43 @@ def test_a_publisher_whose_shadow_is_there_encodes_and_proves_there(
         np.testing.assert_array_equal(bits_of(tensor), made.new[of])
 
 
+@pytest.mark.parametrize("step", ["encode", "prove"])
+def test_a_publisher_whose_device_has_no_room_encodes_on_the_host(
+    step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the device has put by then stays where it is: no key gets two contents."""
+    monkeypatch.setattr(kernels, "ACCELERATORS", {"cuda", "cpu"})
+    monkeypatch.setattr(encode, "GROUP_CHANGED", 10)
+    monkeypatch.setattr(encode, "INLINE_BYTES", 0)
+    put, keys = log.put_file, list[str]()
+
+    def noted(store: Store, key: str, data: bytes) -> File:
+        keys.append(key)
+        return put(store, key, data)
+
+    monkeypatch.setattr(log, "put_file", noted)
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    made = case(0.2, {"bfloat16": [(8, 9), (4, 5)]}, seed=7)
+    states = [
+        {of: tensor_of(bits[of].copy(), spec).to(DEVICE) for of, spec in made.layout.specs.items()}
+        for bits in (made.old, made.new)
+    ]
+    device = accelerator(next(iter(states[0].values())).device)
+    with Publisher(store, codec="packed", shadow="device", dtype="keep") as publisher:
+        publisher.publish(states[0].items()).wait(300)
+        if step == "prove":
+            monkeypatch.setattr(DeviceCoder, "prove", mock.Mock(side_effect=StageError("No room.")))
+        else:
+            monkeypatch.setattr(type(device), "free_bytes", lambda _: RESERVE_BYTES + 10)
+        publisher.publish(states[1].items()).wait(300)
+    parts = [key for key in keys if key.startswith("parts/")]
+    assert len(set(parts)) == len(parts) == (4 if step == "prove" else 2)
+    replica = Replica(store)
+    assert replica.sync() == 2
+    for of, tensor in replica.state_dict().items():
+        np.testing.assert_array_equal(bits_of(tensor), made.new[of])
+
+
 @pytest.mark.parametrize("name", CODECS)
 def test_what_does_not_fit_is_refused_before_it_is_allocated(
     name: str, monkeypatch: pytest.MonkeyPatch
@@ -280,10 +319,13 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(
     (encoded,) = made.encoded(name, 10**6)
     payload, full = codec.open_payload(encoded.to_bytes()), StandIn(free_bytes=RESERVE_BYTES + 10)
     coder = on_device.DeviceCodec(made.layout, full.device, full.send, full.check_room)
+    delta = made.there()
     for allocates in ("empty", "zeros"):
         monkeypatch.setattr(torch, allocates, lambda *sizes, **options: pytest.fail("allocated"))
     with pytest.raises(StageError):
         coder.decode([payload], places)
+    with pytest.raises(StageError):
+        next(coder.encode(name, delta, made.digests, 8, 7, [*delta.split(10**6)]))
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "ACCELERATORS", {"cuda", "cpu"})
     address = {of: made.old[of].ctypes.data for of in made.layout.specs}
@@ -295,12 +337,16 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(
 
 
 def test_an_error_leaves_no_work_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    told, coder = list[str](), DeviceCoder(case(0.2).layout, torch.device("cpu"))
-    coder._stream = mock.Mock(synchronize=lambda: told.append("waited"))
-    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    coder = DeviceCoder(case(0.2).layout, torch.device("cpu"))
+    coder._there = StandIn()
+    for name, value in {"_is_cuda": True, "_stream": (stream := mock.Mock())}.items():
+        monkeypatch.setattr(StandIn, name, value)
+    monkeypatch.setattr(StandIn, "staging", Device.staging)
+    for name in ("device", "stream"):
+        monkeypatch.setattr(torch.cuda, name, lambda _: contextlib.nullcontext())
     with pytest.raises(MemoryError), coder.after(None):
         raise MemoryError
-    assert told == ["waited"]
+    stream.synchronize.assert_called_once_with()
 
 
 def _codec(made: Case) -> on_device.DeviceCodec:

@@ -122,6 +122,33 @@ class Held(TorchDispatchMode):
         return found
 
 
+class Room(TorchDispatchMode):
+    """Within it, `requests` has what may be held after each request for room, and the most that then is; bytes
+    of all arrays.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requests: list[tuple[int, int]] = []
+        self._arrays = WeakTensorKeyDictionary()
+
+    def ask(self, size_bytes: int) -> None:
+        self.requests.append((self._held_bytes() + size_bytes, 0))
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if isinstance(found, torch.Tensor):
+            self._arrays[found] = found.nbytes
+        if self.requests:
+            most, held = self.requests[-1]
+            self.requests[-1] = most, max(held, self._held_bytes())
+        return found
+
+    def _held_bytes(self) -> int:
+        storages = (each.untyped_storage() for each in self._arrays)
+        return sum({each.data_ptr(): each.nbytes() for each in storages}.values())
+
+
 class Calls(TorchDispatchMode):
     """Within it, counts calls of torch that launch something: all that neither make a view nor only allocate."""
 
@@ -247,6 +274,26 @@ def test_a_batch_takes_what_was_asked_for(most: int, monkeypatch: pytest.MonkeyP
     _decode(made, monkeypatch, Held(1), asked)
     assert (len(taken) > 1) == (most == 1000)
     assert 0.7 * asked[-1] < max(taken) <= asked[-1]
+
+
+def test_encoding_takes_what_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of tensors by gaps between those by class, which are ranked at once."""
+    monkeypatch.setattr(tiles, "BLOCK", 1 << 5)
+    made = case(0.4, {"bfloat16": [(40,), (8, 24), (40,), (8, 32), (40,)]}, seed=4)
+    coder = on_device.DeviceCodec(made.layout, torch.device("cpu"), _send, (room := Room()).ask)
+    delta, run = made.there(), GridExecutor.__call__
+
+    def launch(*arguments: Any, **options: Any) -> None:
+        with _disable_current_modes():
+            run(*arguments, **options)
+
+    monkeypatch.setattr(GridExecutor, "__call__", launch)
+    with room:
+        encoded = [*coder.encode("context", delta, made.digests, 8, 7, [*delta.split(10**6)])]
+    assert len(encoded) == 1
+    few = 4096  # arrays of a size that nothing changes
+    assert all(held <= most + few for most, held in room.requests), room.requests
+    assert max(most for most, _ in room.requests) < 2 * max(held for _, held in room.requests)
 
 
 def test_a_version_is_decoded_by_few_launches(monkeypatch: pytest.MonkeyPatch) -> None:

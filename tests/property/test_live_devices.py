@@ -361,7 +361,7 @@ def test_staging_beyond_what_is_free_is_refused_before_it_allocates(kind: str) -
     after = model.after(kind)
     with pytest.raises(
         StageError,
-        match=r"Staging needs [\d,]+ bytes on cpu, where 268,436,456 are free, .* 268,435,456 stay",
+        match=r"[\d,]+ bytes are needed on cpu, where 268,436,456 are free, .* 268,435,456 stay",
     ):
         model.stage(kind, after)
     assert device.allocated == allocated
@@ -392,7 +392,7 @@ class _Gpu(devices.Device):
 
 def test_each_allocation_leaves_the_reserve_free(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = _Gpu(monkeypatch, 300 * MIB)
-    with pytest.raises(StageError, match="50,331,648 bytes on cuda:0, where 314,572,800 are free"):
+    with pytest.raises(StageError, match="50,331,648 bytes are needed on cuda:0, where 314,572,800 are free"):
         gpu.allocate(45 * 10**6)
     assert gpu.allocate(40 * 10**6).numel() == 40 * 10**6
     gpu.free = 290 * MIB
