@@ -22,7 +22,7 @@ TOOLS := uv==0.13.9 pip-audit==2.10.1 build==1.6.1 twine==7.0.0 ziglang==0.17.1
 apt = if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && ! which $(1) >/dev/null; then \
   apt-get update -qq && DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $(2) >/dev/null; fi
 
-.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-newest test-sglang test-mlx check-vllm test-faults test-lowest test-ray test-peers fuzz simulate docs check format lock audit dist release-check bench corpus rivals results results-tables gpu-kit clean
+.PHONY: setup programs services demo demo-engines demo-hosts test test-long test-radosgw test-router test-vllm test-newest test-sglang test-mlx test-triton check-vllm test-faults test-lowest test-ray test-peers fuzz simulate docs check format lock audit dist release-check bench corpus rivals results results-tables gpu-kit clean
 
 setup: $(VENV)/.ready
 
@@ -97,7 +97,16 @@ test-long: setup services
 	HYPOTHESIS_PROFILE=many $(BIN)/pytest -n $(WORKERS) tests/property --timeout 3600
 	COMMITS_UNDER_LOAD=200 $(BIN)/pytest tests/integration/test_vllm_under_load.py --timeout 3600
 	LONG_TESTS=1 $(BIN)/pytest -m slow --timeout 3600
-	$(MAKE) test-vllm test-newest
+	$(MAKE) test-vllm test-newest test-triton
+
+# The GPU kernels as other versions of Triton compile them, which come with torch 2.9 and 2.11: the same bounds as with $(TRITON).
+TRITONS ?= 3.5.1 3.6.0
+test-triton: setup
+	for version in $(TRITONS); do \
+	  $(PIP) install --quiet --no-deps --upgrade --target $(VENV)/triton-$$version triton==$$version && \
+	  PYTHONPATH=$(VENV)/triton-$$version:$(CURDIR) TRITON_CACHE_DIR=$$(mktemp -d) LONG_TESTS=1 \
+	    $(BIN)/pytest -p no:cacheprovider tests/property/test_gpu_compiled.py --timeout 3600 || exit 1; \
+	done
 
 # Real processes killed at each step; real servers need half a minute for each.
 test-faults: setup

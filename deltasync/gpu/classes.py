@@ -90,7 +90,8 @@ def _chunk_fields(block, chunk, inside, shift, BITS: tl.constexpr, UNIT: tl.cons
     row = unit // columns
     begin = row.to(tl.int64) * tl.load(block + _STRIDE) + (unit - row * columns).to(tl.int64) * UNIT
     address = (tl.load(block + _ADDRESS) + shift).to(tl.pointer_type(BITS)) + begin
-    bytes_: tl.constexpr = min(UNIT * BITS.primitive_bitwidth // 8, 16)
+    wide: tl.constexpr = UNIT * BITS.primitive_bitwidth // 8
+    bytes_: tl.constexpr = wide if wide < 16 else 16  # Triton 3.5 has no `min` of constants
     address = tl.multiple_of(address, [bytes_, bytes_, bytes_])
     element = inside & (unit < units)
     bits = tl.load(address + tl.arange(0, UNIT)[None, None, :], element, other=0)
