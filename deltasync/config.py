@@ -447,8 +447,8 @@ class ReplicaSettings(ReaderSettings):
         """Check that no server whose commits end no request was given a maximum lag (ConfigError)."""
         _require(
             self.max_lag is None,
-            "DELTASYNC_MAX_LAG is set, and this server ends no request at a commit: leave it out, or serve full weights "
-            "with vLLM.",
+            "DELTASYNC_MAX_LAG is set, and this server ends no request at a commit: leave it out, or follow the "
+            "channel with vLLM.",
         )
 
     def with_called_channel(self, channel: str | None) -> Self:

@@ -182,6 +182,15 @@ def identity(model: torch.nn.Module, adapter_only: bool | str = True) -> tuple[s
     return name, peft_model.peft_config[name].to_dict()
 
 
+def refused_by_vllm(model: torch.nn.Module, adapter_only: bool | str = True) -> list[str]:
+    """Return the settings of an adapter with which vLLM does not load it (`vllm/lora/peft_helper.py`)."""
+    _, config = identity(model, adapter_only)
+    method = str(getattr(config["peft_type"], "value", config["peft_type"]))
+    found = [] if method == "LORA" else [f"peft_type={method}"]
+    settings = ("use_dora", "modules_to_save", "lora_bias", "layer_replication", "alora_invocation_tokens")
+    return [*found, *(f"{name}={config[name]}" for name in settings if config.get(name))]
+
+
 def files(model: torch.nn.Module, adapter_only: bool | str = True) -> dict[str, bytes]:
     """Return `{"adapter_config.json": bytes}` of an adapter."""
     peft_model: Any = unwrapped(model)

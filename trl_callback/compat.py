@@ -162,7 +162,7 @@ def follow_tokens(ages: TokenAges, train_dataloader: Any) -> bool:
         return worker is None
     if isinstance(loop_class, type):  # else replaced by an earlier `train`
         ages.demanded = worker._mp_ctx.Value("q", 0)
-        worker._loop_cls = functools.partial(make_versioned_loop, loop_class, ages.demanded)
+        worker._loop_cls = functools.partial(make_versioned_loop, loop_class, ages.demanded, ages.max_lag)
     _watch_queue(dataset.queue, ages)
     _watch_batches(train_dataloader.collate_fn, ages)
     _watch_loss(trainer, ages)

@@ -80,7 +80,8 @@ class DeltaSyncConfig:
         max_token_lag (`int`, *optional*): With `AsyncGRPOTrainer`: largest lag of trained tokens, in
             versions, when the trainer receives their sample. Older tokens are masked, and samples without
             other tokens are dropped. The unit is that of `max_staleness`, which drops samples whose oldest
-            token is too old. If `None`, no token is masked.
+            token is too old. vLLM ends an answer with a token of a larger lag, and another request continues
+            it with the newest version. If `None`, no token is masked, and no answer ended.
         train_unversioned (`bool`, *optional*, defaults to `False`): With `AsyncGRPOTrainer`: whether to train
             tokens whose replies do not name their version. Otherwise they are masked, because their age is
             unknown, and training ends if no reply names versions.

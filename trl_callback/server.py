@@ -19,6 +19,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError, DeltaSyncError, NotPublishedError
 from deltasync.serve import heartbeat
 from deltasync.stores import Store
+from trl_callback import adapter
 
 _POLL_S = 0.5
 
@@ -79,7 +80,8 @@ def check(
     `adapters` in the status. Returns the status. A server that does not answer is asked for `wait_s`; if that
     is None, the result then is None. `channel` is the trainer's, None to take any; servers that the user has `named` may
     follow it by another URL. Raises ConfigError if the server does not follow it, serves another model, or an
-    adapter where the trainer publishes none, or gives log probabilities that cannot be compared.
+    adapter where the trainer publishes none, could not load the trainer's adapter, or gives log probabilities
+    that cannot be compared.
     """
     deadline = time.monotonic() + (wait_s or 0.0)
     while (status := heartbeat.ask_status(url)) is None and time.monotonic() < deadline:
@@ -101,7 +103,7 @@ def check(
             f"The vLLM server at {url} ends requests that grow old, and the trainer would take what there is of them for "
             "whole answers: start the server without DELTASYNC_MAX_LAG."
         )
-    _check_adapter(status, url, adapter_only)
+    _check_adapter(status, url, model, adapter_only)
     served = [] if adapter_only else heartbeat.ask_models(url)
     if name is not None and served and name not in served:
         raise ConfigError(
@@ -123,7 +125,9 @@ def check(
     )
 
 
-def _check_adapter(status: Mapping[str, Any], url: str, adapter_only: bool | str) -> None:
+def _check_adapter(
+    status: Mapping[str, Any], url: str, model: torch.nn.Module, adapter_only: bool | str
+) -> None:
     """Check that a server serves adapters if the trainer publishes one alone, and only then."""
     adapters = status.get("adapters")
     if adapter_only and not adapters:
@@ -136,6 +140,12 @@ def _check_adapter(status: Mapping[str, Any], url: str, adapter_only: bool | str
         raise ConfigError(
             f"The vLLM server at {url} loads the channel's versions as the adapter {adapters[0]}, and this "
             "trainer publishes full weights. Set adapter_only=True, or start the server without --adapter."
+        )
+    refused = adapter.refused_by_vllm(model, adapter_only) if adapter_only else []
+    if refused:
+        raise ConfigError(
+            f"vLLM loads no adapter with {' and '.join(refused)}, so the server at {url} would serve no version. Train "
+            "a LoRA without, or publish merged weights: leave adapter_only out, and start the server without --adapter."
         )
 
 

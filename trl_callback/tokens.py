@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import random
 import re
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -17,7 +18,7 @@ import numpy as np
 from deltasync.channel.documents import Count, TokenLag
 from deltasync.channel.keys import LARGEST_VERSION
 from deltasync.errors import UNREADABLE_JSON, ConfigError
-from deltasync.serve.constraint import VERSION_HEADER
+from deltasync.serve.constraint import MAX_LAG_HEADER, VERSION_HEADER
 from deltasync.serve.replies import SPANS_HEADER, VERSIONS_HEADER
 
 logger = logging.getLogger(__name__)
@@ -92,13 +93,14 @@ async def _record_headers(session: Any, context: Any, params: Any) -> None:
     _headers.set(params.response.headers)
 
 
-def make_versioned_loop(base: type, demanded: Any, **settings: Any) -> Any:
+def make_versioned_loop(base: type, demanded: Any, max_lag: int | None, **settings: Any) -> Any:
     """Make a rollout loop whose samples carry the versions of their tokens. Its class extends TRL's
     `_AsyncRolloutLoop`.
 
-    The loop runs in another process: `functools.partial(make_versioned_loop, base, demanded)`, which can be
-    pickled, replaces the class in the worker's `_loop_cls`. Requests demand at least the version of
-    `demanded`, a shared number.
+    The loop runs in another process: `functools.partial(make_versioned_loop, base, demanded, max_lag)`, which
+    can be pickled, replaces the class in the worker's `_loop_cls`. Requests demand at least the version of
+    `demanded`, a shared number. The server ends a request whose oldest token is more than `max_lag` versions
+    old, and another one goes on from its tokens with the newest version.
     """
     from aiohttp import TraceConfig
 
@@ -114,10 +116,29 @@ def make_versioned_loop(base: type, demanded: Any, **settings: Any) -> Any:
                 self.session.trace_configs.append(trace)
             if demanded.value:
                 self.session.headers[VERSION_HEADER] = f">={demanded.value}"
-            _headers.set({})
-            ids, log_probs = await super()._generate_one_turn(prompt_ids)
-            versions = read_versions(_headers.get(), len(ids))
-            return ids, [VersionedLogProb(*pair) for pair in zip(log_probs, versions, strict=True)]
+            if max_lag is not None:
+                self.session.headers[MAX_LAG_HEADER] = str(max_lag)
+            return await super()._generate_one_turn(prompt_ids)
+
+        async def _post(self, path: str, payload: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+            """As TRL's, for one whole answer, in as many requests as it takes."""
+            ids, log_probs, asked = list[int](), list[float](), payload
+            while True:
+                _headers.set({})
+                output = await super()._post(path, asked, *args, **kwargs)
+                (choice,) = output["choices"]
+                versions = read_versions(_headers.get(), len(choice["token_ids"]))
+                made = (choice["logprobs"] or {}).get("token_logprobs", ())  # none of no token
+                log_probs += [VersionedLogProb(*pair) for pair in zip(made, versions, strict=True)]
+                ids += choice["token_ids"]
+                if choice["finish_reason"] != "abort" or len(ids) == payload["max_tokens"]:
+                    choice |= {"token_ids": ids, "logprobs": {"token_logprobs": log_probs}}
+                    return output
+                asked = payload | {
+                    "prompt": payload["prompt"] + ids,
+                    "max_tokens": payload["max_tokens"] - len(ids),
+                    "seed": random.getrandbits(63),  # not the noise of the first tokens again
+                }
 
         async def _score_group(self, group: Any) -> list[Any]:
             samples = await super()._score_group(group)

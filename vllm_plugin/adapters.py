@@ -3,9 +3,10 @@
     next chain -> fetch, check and decode in a thread -> PEFT's files in memory -> load NAME-v7; NAME now means it too
 
 A request keeps the version that it began with, so nothing is paused, and vLLM's prefix cache tells the
-versions apart. The newest versions can be requested by name, or as the one version that a request demands, and
-so can those that requests used last; another one's name is answered with 409. An adapter of another base model
-than the one that vLLM has loaded is refused.
+versions apart. One that names a maximum lag (`constraint.max_lag`) ends at the first commit that makes its
+version older than that. The newest versions can be requested by name, or as the one version that a request
+demands, and so can those that requests used last; another one's name is answered with 409. An adapter of
+another base model than the one that vLLM has loaded is refused.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ from deltasync.kernels import native
 from deltasync.opening import adapter_base
 from deltasync.opening.adapter_base import AdapterBase
 from deltasync.opening.checkpoint import find, load
-from deltasync.serve.constraint import constraint
-from deltasync.serve.engine import unique_name
+from deltasync.serve.constraint import MAX_LAG_HEADER, constraint, max_lag
+from deltasync.serve.engine import around, unique_name
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
@@ -71,7 +72,7 @@ class Names(dict[str, Any]):
         """Whether an adapter has this name. Notes its use, and why the request is refused if it is not served."""
         found = self.get(self._meant(name)) if isinstance(name, str) else None
         if isinstance(name, str) and self._versioned.fullmatch(name):
-            self._resolve(name, None if found is None else found.lora_name)
+            return self._resolve(name, None if found is None else found.lora_name)
         return found is not None
 
     def __getitem__(self, name: str) -> Any:
@@ -80,8 +81,18 @@ class Names(dict[str, Any]):
 
     def kept(self) -> dict[int, str]:
         """Return the names of the versions that are served, by their numbers."""
-        found = ((self._versioned.fullmatch(name), name) for name in self if name != self._adapter)
-        return {int(match[1]): name for match, name in found if match is not None}
+        return {number: name for name in self if (number := self.number(name)) is not None}
+
+    def number(self, name: str) -> int | None:
+        """Return the number in a version's name; None for the adapter's own, and other names."""
+        match = self._versioned.fullmatch(name)
+        return None if match is None or match[1] is None else int(match[1])
+
+    @property
+    def newest(self) -> int:
+        """The number of the version that the adapter's name means; 0 before there is one."""
+        found = self.get(self._adapter)
+        return 0 if found is None else self.number(found.lora_name) or 0
 
     def _meant(self, name: str) -> str:
         """Return the name of the one version that the request demands of the adapter, or the name as it
@@ -92,14 +103,21 @@ class Names(dict[str, Any]):
             return name
         return self.kept().get(wanted.version, name)
 
-    def _resolve(self, name: str, versioned: str | None) -> None:
+    def _resolve(self, name: str, versioned: str | None) -> bool:
         if versioned is None:
             resolved(None, self._refusal(name))
-            return
+            return False
+        number, lag = self.number(versioned), max_lag.get()
+        assert number is not None
+        if lag is not None and self.newest - number > lag:
+            sentence = (
+                f"{name} is older than version {self.newest} by more than {MAX_LAG_HEADER}: {lag} allows."
+            )
+            resolved(None, (409, sentence))
+            return False
         self.used_s[versioned] = time.monotonic()
-        match = self._versioned.fullmatch(versioned)
-        assert match is not None
-        resolved(int(match[1]), None)
+        resolved(number, None)
+        return True
 
     def _refusal(self, name: str) -> tuple[int, str]:
         if not (kept := self.kept()):
@@ -138,6 +156,7 @@ class AdapterTarget(MemoryTarget):
         models.model_name = lambda lora=None: self._fixed(lora) or name_of(lora)
         self._show = models.show_available_models
         models.show_available_models = self._listed
+        around(engine, "add_request")(self._add_request)
         self._last: StoredRecord | None = None  # of `version`
         self._config = b""
         self._staging: tuple[
@@ -290,6 +309,29 @@ class AdapterTarget(MemoryTarget):
         self._requests[self._adapter] = self._requests[name]
         self._retired.pop(name, None)
         self.served = [*(each for each in self.served if each != name), name]
+        await self._end_old()
+
+    async def _add_request(self, add_request: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        """As vLLM's, in the context of the request; note the newest version that it may meet."""
+        added, lag, lora = (
+            await add_request(request_id, *args, **kwargs),
+            max_lag.get(),
+            kwargs.get("lora_request"),
+        )
+        number = None if lora is None else self._requests.number(lora.lora_name)
+        if lag is not None and number is not None:
+            processor = self._engine.output_processor
+            for each in processor.external_req_ids.get(request_id, ()):
+                processor.request_states[each].deltasync_newest = number + lag
+            await self._end_old()  # a version may have come while it was added
+        return added
+
+    async def _end_old(self) -> None:
+        """End the requests whose version is older than they allow, with the tokens that they have."""
+        states, newest = self._engine.output_processor.request_states, self._requests.newest
+        old = [name for name, state in states.items() if getattr(state, "deltasync_newest", newest) < newest]
+        if old:
+            await self._engine.abort(old, internal=True)
 
     def _write(self, name: str, config: bytes) -> None:
         """Write the tensors into files as PEFT does, unless vLLM has that version, and compare the files with

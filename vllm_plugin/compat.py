@@ -136,6 +136,8 @@ USES = (
     Use(_MODELS, "OpenAIServingModels.load_lora_adapter", ("request",)),
     Use(_MODELS, "OpenAIServingModels.unload_lora_adapter", ("request",)),
     Use(_MODELS, "OpenAIServingModels.is_base_model", ("model_name",)),
+    Use(_ASYNC, "AsyncLLM.add_request", ("request_id",)),
+    Use(_ASYNC, "AsyncLLM.abort", ("request_id", "internal")),
     # backend.py: vLLM's own weight-transfer routes
     Use("vllm.distributed.weight_transfer.factory", "WeightTransferEngineFactory.register_engine", ("name",)),
     Use("vllm.distributed.parallel_state", "get_world_group", ()),

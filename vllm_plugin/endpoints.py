@@ -175,8 +175,8 @@ class DeltaSyncEndpoints(Routes):
 
     @property
     def ends_requests(self) -> bool:
-        """As `Routes.ends_requests`: where full weights are followed, here or in another API server."""
-        return self._pauses is not None or self._ask is not None
+        """As `Routes.ends_requests`: where a channel is followed, here or in another API server."""
+        return self._follow is not None or self._ask is not None
 
     @functools.cached_property
     def _metrics(self) -> Metrics:
@@ -217,9 +217,8 @@ class DeltaSyncEndpoints(Routes):
         reason = compat.unsuited(vllm.__version__) or compat.refusal(engine.vllm_config)
         if reason is not None:
             return reason
-        if is_pushed(engine) or self.settings.adapter is not None:
-            self.settings.check_no_max_lag()
         if is_pushed(engine):
+            self.settings.check_no_max_lag()
             return "A trainer pushes versions here, by vLLM's own weight-transfer routes."
         if self.settings.adapter is not None:
             if _several(engine):

@@ -114,8 +114,8 @@ def read(headers: Iterable[tuple[str, str]], query: str = "", body: bytes = b"")
     fields = read_fields(headers, query, body)
     if MAX_LAG_HEADER in fields:
         raise ConfigError(
-            f"This server ends no request at a commit: send it without {MAX_LAG_HEADER}, or send it to vLLM "
-            "with full weights."
+            f"This server ends no request at a commit: send it without {MAX_LAG_HEADER}, or send it to a "
+            "vLLM that follows the channel."
         )
     return VersionConstraint.parse(fields)
 

@@ -171,13 +171,11 @@ def test_a_maximum_lag_is_honoured_or_refused(server: str, memory_url: str, publ
                 assert got.json()["error"]["message"].startswith("This server ends no request at a commit")
 
 
-def test_vllm_refuses_a_maximum_lag_unless_it_follows_full_weights(
-    memory_url: str, publisher: Publisher
-) -> None:
+def test_vllm_refuses_a_maximum_lag_unless_it_follows(memory_url: str, publisher: Publisher) -> None:
     with vllm(memory_url, lambda: None) as app, TestClient(app) as client:
         (middleware,) = (each for each in app.user_middleware if "ends_requests" in each.kwargs)
         endpoints = middleware.kwargs["wait_until_met"].__self__
-        endpoints._pauses = None  # as with an adapter
+        endpoints._follow = None
         got = client.post("/v1/completions", json={"prompt": "a"}, headers={MAX_LAG: "1"})
     assert got.status_code == 400
 

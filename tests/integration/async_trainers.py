@@ -30,16 +30,17 @@ class Completions(Answers):
 
     Args:
         replica: Follows the channel, as the server says.
-        complete: Gives the tokens for a request's body, and how many of them each version made, in order.
+        complete: Gives the tokens for a request's body, and how many of them each version made, in
+            order. A third result says that the request was ended.
 
     Attributes:
         asked: The version that each request demanded, and the one that was served.
+        lags: The maximum lags that requests named.
     """
 
-    def __init__(
-        self, replica: Replica, complete: Callable[[dict[str, Any]], tuple[list[int], list[tuple[int, int]]]]
-    ) -> None:
+    def __init__(self, replica: Replica, complete: Callable[[dict[str, Any]], tuple[Any, ...]]) -> None:
         self.asked = list[tuple[str | None, int]]()
+        self.lags = set[str | None]()
 
         def answer(asked: Asked) -> tuple[int, Any] | tuple[int, Any, dict[str, str]]:
             if asked.path != "/v1/completions":
@@ -49,8 +50,10 @@ class Completions(Answers):
                 }  # fmt: skip
                 return 200, {"data": []} | status
             self.asked.append((asked.headers.get("x-deltasync-version"), replica.version or 0))
-            ids, spans = complete(json.loads(asked.body))
+            self.lags.add(asked.headers.get("x-deltasync-max-lag"))
+            ids, spans, *ended = complete(json.loads(asked.body))
             choice = {"token_ids": ids, "logprobs": {"token_logprobs": [-2.0] * len(ids)}}
+            choice["finish_reason"] = "abort" if ended else "stop"
             versions = {
                 "x-deltasync-versions": f"{spans[0][0]}..{spans[-1][0]}",
                 "x-deltasync-spans": json.dumps([spans]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import statistics
 from collections.abc import Iterator
@@ -134,7 +135,7 @@ def train_async(
         stub=False,
         train_dataset=task.prompt_dataset(0, 8),
         callbacks=callbacks,
-        peft_config=LORA,
+        peft_config=copy.deepcopy(LORA),  # PEFT notes the base in it
         output_dir=str(folder),
         **async_options(server),
         max_steps=steps,
@@ -198,7 +199,7 @@ def test_trainers_on_policy_generate_with_their_own_adapter(
         train_dataset=task.prompt_dataset(0, 8),
         eval_dataset=task.prompt_dataset(1, 1),
         callbacks=[sync],
-        peft_config=LORA,
+        peft_config=copy.deepcopy(LORA),  # PEFT notes the base in it
     )
     trainer.evaluate()  # before there is anything trained: with the initial adapter
     trainer.train()

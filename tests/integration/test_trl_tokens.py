@@ -37,6 +37,15 @@ def _halves(fleet: Fleet, asked: dict[str, Any]) -> tuple[list[int], list[tuple[
     return [5 + asked["seed"] % 20] * 8, [(1, 4), (live, 4)]
 
 
+def _ended_halves(fleet: Fleet, asked: dict[str, Any]) -> tuple[Any, ...]:
+    """The same in two requests, of which the server ends the first."""
+    (live,) = (replica.version for replica in fleet.replicas.values())
+    if asked["max_tokens"] == 8:
+        return [5 + asked["seed"] % 20] * 4, [(1, 4)], "ended"
+    assert asked["max_tokens"] == 4 and len(set(asked["prompt"][-4:])) == 1
+    return asked["prompt"][-4:], [(live, 4)]
+
+
 @pytest.mark.parametrize(
     ("max_token_lag", "oldest"), [pytest.param(None, [0, 1, 2], marks=pytest.mark.slow), (0, [0, 1, 1])]
 )
@@ -48,7 +57,10 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
     sync = DeltaSyncCallback(url, ack_timeout_s=60, max_behind=0, max_token_lag=max_token_lag)
     with (
         Fleet(url, "replica") as fleet,
-        Completions(fleet.replicas["replica"], functools.partial(_halves, fleet)) as server,
+        Completions(
+            fleet.replicas["replica"],
+            functools.partial(_halves if max_token_lag is None else _ended_halves, fleet),
+        ) as server,
     ):
         trainer = make_async_trainer(
             checkpoint,
@@ -66,6 +78,7 @@ def test_lag_is_that_of_the_tokens_when_they_are_trained(
     assert {">=1", ">=2"} <= {demanded for demanded, _ in server.asked}
     assert all(demanded == f">={served}" for demanded, served in server.asked if served == 1)
     assert all(int(demanded[2:]) <= served for demanded, served in server.asked)
+    assert server.lags == {None if max_token_lag is None else str(max_token_lag)}
     logs = [line for line in trainer.state.log_history if "loss" in line]
     assert [line["delta_sync/token_lag_max"] for line in logs] == oldest
     reader = ChannelReader(open_store(url))

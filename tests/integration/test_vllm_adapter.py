@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import shutil
 import threading
 import urllib.error
@@ -171,6 +172,66 @@ def test_a_request_keeps_the_version_that_it_began_with(server: Server, checkpoi
         "policy",
         *(f"policy-v{version}" for version in (first + 3, first + 2, first)),
     ]
+
+
+def test_requests_end_at_the_version_that_makes_their_own_too_old(server: Server, checkpoint: Path) -> None:
+    first = server.status()["version"]
+    tensors, text = loaded(server, f"policy-v{first}")
+    ended = re.compile(r"^deltasync_ended_choices_total (\S+)$", re.MULTILINE)
+
+    def ended_choices() -> float:
+        with server.open("/metrics") as reply:
+            return float(ended.findall(reply.read().decode())[0])
+
+    before = ended_choices()
+    found: dict[int | None, list[tuple[str, list[list[int]]]]] = {}
+
+    def ask(lag: int | None) -> None:
+        headers = {} if lag is None else {"x-deltasync-max-lag": str(lag)}
+        body = {
+            "model": "policy",
+            "prompt": [[5, 6, 7], [8, 9]],
+            "n": 2,
+            "max_tokens": 900,
+            "ignore_eos": True,
+        }
+        with server.open("/v1/completions", body | {"temperature": 1.0}, **headers) as reply:
+            reasons = [each["finish_reason"] for each in json.load(reply)["choices"]]
+            assert reply.headers["x-deltasync-versions"] == f"{first}..{first}"
+            found[lag] = list(zip(reasons, json.loads(reply.headers["x-deltasync-spans"]), strict=True))
+
+    asking = {lag: threading.Thread(target=ask, args=(lag,)) for lag in (None, 0, 1)}
+    with Publisher(server.channel, resume=True, model_files={"adapter_config.json": text}) as publisher:
+
+        def publish() -> None:
+            for tensor in tensors.values():
+                tensor += 0.05 * torch.randn(tensor.shape, generator=server.rng).to(tensor.dtype)
+            version = publisher.publish(tensors.items()).wait(PATIENCE_S).version
+            server.wait(lambda status: status["version"] == version)
+
+        for thread in asking.values():
+            thread.start()
+        server.wait_for_requests(8)
+        publish()
+        asking[0].join()
+        publish()
+        asking[1].join()
+        for lag in (0, 1):
+            with pytest.raises(urllib.error.HTTPError, match="409") as caught:
+                request = {"model": f"policy-v{first}", "prompt": [5], "max_tokens": 1}
+                server.open("/v1/completions", request, x_deltasync_max_lag=str(lag))
+            with caught.value as error:
+                assert (
+                    f"policy-v{first} is older than version {first + 2}"
+                    in json.load(error)["error"]["message"]
+                )
+        publish()
+        asking[None].join()
+    assert found[None] == [("length", [[first, 900]])] * 4
+    for lag in (0, 1):
+        assert [reason for reason, _ in found[lag]] == ["abort"] * 4
+        assert all(len(spans) <= 1 and sum(count for _, count in spans) < 900 for _, spans in found[lag])
+    assert ended_choices() - before == 8
 
 
 def test_an_adapter_of_another_base_leaves_the_one_before(server: Server, checkpoint: Path) -> None:

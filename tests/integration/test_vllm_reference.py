@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -26,7 +28,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(folder: Path) -> Iterator[Server]:
-    with serving(save_model(folder)) as server:
+    with serving(save_model(folder), DELTASYNC_MAX_LAG="0") as server:
         yield server
 
 
@@ -67,3 +69,29 @@ def test_from_then_on_it_takes_deltas(server: Server) -> None:
         server.assert_serves(version)
     assert [commit["anchor"] for commit in server.status()["commits"]] == [True, False, False]
     assert not any(info.key.startswith("anchors/") for info in server.store.list(""))
+
+
+@pytest.mark.parametrize(("own", "ended"), [(None, True), ("1000", False)])
+def test_requests_that_name_no_age_of_their_own_get_the_servers(
+    server: Server, own: str | None, ended: bool
+) -> None:
+    assert server.status()["max_lag"] == 0
+    found: list[tuple[str, list[list[int]]]] = []
+
+    def ask() -> None:
+        headers = {} if own is None else {"x-deltasync-max-lag": own}
+        body = {"model": str(server.json("/v1/models")["data"][0]["id"]), "prompt": [5, 6, 7]}
+        body |= {"max_tokens": 900, "ignore_eos": True}
+        with server.open("/v1/completions", body, **headers) as reply:
+            (spans,) = json.loads(reply.headers["x-deltasync-spans"])
+            found.append((json.load(reply)["choices"][0]["finish_reason"], spans))
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    server.wait_for_requests(1)
+    while asking.is_alive():
+        server.step()
+        server.assert_serves(server.publish())
+    ((reason, spans),) = found
+    assert (reason, len(spans) == 1) == (("abort", True) if ended else ("length", False))
+    assert (sum(count for _, count in spans) < 900) == ended

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.following import Follow, Status
 from deltasync.opening.adapter_base import FILE, AdapterBase
-from deltasync.serve.constraint import VersionConstraint, constraint
+from deltasync.serve.constraint import VersionConstraint, constraint, max_lag
 from deltasync.serve.engine import open_reader
 from tests.conftest import assert_same_bits
 from vllm_plugin import adapter_files, adapters, versions
@@ -38,13 +39,27 @@ class VLLM:
         self.loads: list[str] = []
         self.refuses: str | None = None
         self.asleep = False
-        self.output_processor = SimpleNamespace(request_states={})
+        self.output_processor = SimpleNamespace(request_states={}, external_req_ids={})
+        self.while_added: Callable[[], object] = lambda: None
         self.vllm_config = SimpleNamespace(model_config=SimpleNamespace(model="the-model", revision=None))
 
     def use(self, *names: str) -> None:
         """Requests for these run, and no others."""
         states = [SimpleNamespace(lora_name=name) for name in (*names, None)]
         self.output_processor.request_states = dict(enumerate(states))
+
+    async def add_request(self, request_id: str, lora_request: Any) -> None:
+        """With two samples."""
+        self.while_added()
+        names = self.output_processor.external_req_ids[request_id] = [f"{at}_{request_id}" for at in (0, 1)]
+        for name in names:
+            state = SimpleNamespace(lora_name=lora_request and lora_request.lora_name)
+            self.output_processor.request_states[name] = state
+
+    async def abort(self, request_id: list[str], internal: bool) -> None:
+        assert internal
+        for name in request_id:
+            del self.output_processor.request_states[name]
 
     async def is_sleeping(self) -> bool:
         return self.asleep
@@ -235,6 +250,62 @@ def test_versions_in_use_stay_by_last_use_and_other_names_are_refused(memory_url
             )
         assert {bench.vllm.model_name(each) for each in bench.vllm.lora_requests.values()} == {"policy"}
         assert bench.vllm.model_name() == "model"
+
+
+def test_a_request_ends_at_the_version_that_makes_its_own_too_old(memory_url: str) -> None:
+    with Bench(memory_url) as bench:
+
+        def publish() -> None:
+            bench.publish()
+            bench.refresh()
+
+        def add(request_id: str, name: str, lag: int | None) -> None:
+            token = max_lag.set(lag)
+            assert name == "model" or name in bench.vllm.lora_requests
+            bench.loop.run_until_complete(
+                bench.vllm.add_request(request_id, lora_request=bench.vllm.lora_requests.get(name))
+            )
+            max_lag.reset(token)
+
+        def running() -> set[str]:
+            return {name.split("_")[1] for name in bench.vllm.output_processor.request_states}
+
+        publish()
+        for request_id, name, lag in (
+            *(("none", "policy", None), ("base", "model", 0), ("zero", "policy", 0)),
+            *(("one", "policy", 1), ("named", "policy-v1", 1)),
+        ):
+            add(request_id, name, lag)
+        assert running() == {"none", "base", "zero", "one", "named"}
+        publish()
+        assert running() == {"none", "base", "one", "named"}
+        publish()
+        assert running() == {"none", "base"}
+        newest = bench.vllm.lora_requests["policy"]
+        bench.vllm.while_added = lambda: bench.vllm.lora_requests.update(policy=newest)
+        bench.vllm.lora_requests["policy"] = bench.vllm.lora_requests["policy-v2"]
+        add("late", "policy", 0)  # version 3 comes while it is added
+        assert running() == {"none", "base"}
+
+
+def test_a_version_that_is_too_old_already_is_refused(
+    memory_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    refused: list[Any] = []
+    monkeypatch.setattr(adapters, "resolved", lambda *found: refused.append(found))
+    with Bench(memory_url) as bench:
+        for _ in range(3):
+            bench.publish()
+            bench.refresh()
+            assert "policy-v1" in bench.vllm.lora_requests  # so that it is kept
+        refused.clear()
+        token = max_lag.set(1)
+        assert "policy-v2" in bench.vllm.lora_requests and "policy" in bench.vllm.lora_requests
+        assert "policy-v1" not in bench.vllm.lora_requests
+        max_lag.reset(token)
+        assert "policy-v1" in bench.vllm.lora_requests
+    sentence = "policy-v1 is older than version 3 by more than x-deltasync-max-lag: 1 allows."
+    assert refused == [(2, None), (3, None), (None, (409, sentence)), (1, None)]
 
 
 def test_a_version_that_vllm_does_not_load_is_tried_again(memory_url: str) -> None:

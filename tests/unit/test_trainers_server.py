@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import peft
 import pytest
 import torch
 
@@ -228,10 +229,12 @@ def test_a_server_of_a_model_by_another_name_is_refused(status: Status) -> None:
 
 
 def test_a_server_of_an_adapter_is_for_a_trainer_that_publishes_its_own_alone(status: Status) -> None:
-    def check(adapter_only: bool) -> dict[str, Any] | None:
+    def check(adapter_only: bool, **lora: Any) -> dict[str, Any] | None:
+        layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+        model = peft.get_peft_model(layers, peft.LoraConfig(target_modules=["0"], **lora))
         arguments: dict[str, Any] = {"compares": False, "name": "model", "wait_s": None}
         return server.check(
-            SimpleNamespace(**DEFAULTS), MODEL, status.url, adapter_only=adapter_only, **arguments
+            SimpleNamespace(**DEFAULTS), model, status.url, adapter_only=adapter_only, **arguments
         )
 
     status.models = ["model"]
@@ -247,6 +250,9 @@ def test_a_server_of_an_adapter_is_for_a_trainer_that_publishes_its_own_alone(st
     assert found is not None and found["adapters"][0] == "policy"
     with pytest.raises(ConfigError, match="as the adapter policy, and this trainer publishes full weights"):
         check(False)
+    said = r"no adapter with use_dora=True and modules_to_save=\['1'\], so the server at .* adapter_only out"
+    with pytest.raises(ConfigError, match=said):
+        check(True, use_dora=True, modules_to_save=["1"])
 
 
 def test_a_trainer_on_policy_demands_the_version_that_it_has_pushed() -> None:
