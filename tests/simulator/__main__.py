@@ -84,6 +84,8 @@ def _apart(seed: int, steps: int, wanted: Sequence[str]) -> tuple[str, str | Non
     child = os.fork()
     if not child:
         faulthandler.dump_traceback_later(300, exit=True)  # of a thread that never comes to a seam
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[os.getpid() % len(cores)]})  # threads take turns: on one core, at once
         line, problem = _run(seed, steps, False, wanted)
         os.write(sender, f"{line}\n{problem or ''}".encode())
         os._exit(0)

@@ -2,9 +2,9 @@
 [NAME ...].
 
 Each replaces a text of a function. It is killed if one of its world's seeds fails, and survives if none of
-the first `SEEDS` does: then an invariant is missing, or a second check stands behind the first. No seed is
-recorded, so that a row holds however the product's schedule changes; a row whose text is gone fails with a
-sentence.
+the first `SEEDS` does: then an invariant is missing, or a second check stands behind the first. The seed that
+found it lately is only where the search begins, so that a row holds however the product's schedule changes; a
+row whose text is gone fails with a sentence.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ class Mutant(NamedTuple):
     """A planted fault: `old` occurs once in the module, inside a function, and becomes `new`.
 
     `world` says what its worlds have, and that only (`World`). `at_night`: `make test` has no time for it.
+    `lately` is a seed that found it, which is tried first.
     """
 
     module: str
@@ -35,6 +36,7 @@ class Mutant(NamedTuple):
     new: str
     world: str
     at_night: bool = False
+    lately: int = 0
 
 
 MUTANTS = {
@@ -57,6 +59,7 @@ MUTANTS = {
         "trusted = self._keys.get(name)",
         "trusted = _public_keys([name])[name]",
         "forged",
+        lately=2,
     ),
     "a damaged object ends the search": Mutant(
         "deltasync.channel.plan",
@@ -73,6 +76,7 @@ MUTANTS = {
         "if self.trusted is None and self._read_channel()[1]",
         "if False and self._read_channel()[1]",
         "rival damaged",
+        lately=10,
     ),
     "a cached object is not checked": Mutant(
         "deltasync.stores.cache",
@@ -86,15 +90,21 @@ MUTANTS = {
         "self._tip.note(named, self._reader.record(named))",
         "self._tip.note(named)",
         "signed outsider",
+        lately=4,
     ),
     "a skip never ends": Mutant(
         "deltasync.following.search",
         "Skip(time.monotonic() + SKIP_S, str(why))",
         "Skip(math.inf, str(why))",
         "damaged parts",
+        lately=22,
     ),
     "an error is remembered for ever": Mutant(
-        "deltasync.following.cursor", "        self.failure, self._failures = None, 0\n", "", "damaged"
+        "deltasync.following.cursor",
+        "        self.failure, self._failures = None, 0\n",
+        "",
+        "damaged",
+        lately=9,
     ),
     "a pin is not kept": Mutant(
         "deltasync.following.cursor", "number = self._pin or newest.version", "number = newest.version", ""
@@ -128,7 +138,11 @@ MUTANTS = {
         "s3 rival",
     ),
     "a create that finds our bytes is taken for another's": Mutant(
-        "deltasync.stores.retries", "if not is_ours:", "if True:", "s3 after"
+        "deltasync.stores.retries",
+        "if not is_ours:",
+        "if True:",
+        "s3 after",
+        lately=2,
     ),
     "records are put, not created": Mutant(
         "deltasync.publish.log",
@@ -150,18 +164,21 @@ MUTANTS = {
         "if newest > (number if is_gone else self._claim):",
         "if False:",
         "hub rival",
+        lately=21,
     ),
     "a claim is believed before it is read back": Mutant(
         "deltasync.stores.leased",
         "looked_s = self._look()\n        if not is_free:",
         "looked_s = boot_s()\n        if not is_free:",
         "hub rival",
+        lately=63,
     ),
     "an opening continues a log that it cannot read": Mutant(
         "deltasync.opening.acquire",
         "        if found is None:\n            return None\n        if (following",
         "        if not isinstance(found, StoredRecord):\n            return None\n        if (following",
         "s3 rival rot",
+        lately=7,
     ),
     "a log is not sealed": Mutant(
         "deltasync.opening.acquire",
@@ -170,7 +187,11 @@ MUTANTS = {
         "s3 rival",
     ),
     "the digest of one read is believed": Mutant(
-        "deltasync.opening.acquire", "or found.sha256 in seen:", "or found.sha256:", "s3 rival damaged"
+        "deltasync.opening.acquire",
+        "or found.sha256 in seen:",
+        "or found.sha256:",
+        "s3 rival damaged",
+        lately=7,
     ),
     "two epochs have one number": Mutant(
         "deltasync.opening.acquire", "keys.new_epoch(1 + max(", "keys.new_epoch(1 + 0 * max(", "s3 rival"
@@ -180,6 +201,7 @@ MUTANTS = {
         "        assert stored.data is not None\n        self._create(stored.key",
         "        self.pending = None\n        self._create(stored.key",
         "after",
+        lately=26,
     ),
     "a part is not waited for": Mutant(
         "deltasync.publish.append", "[future.result() for future in stored] + others", "others", "parts"
@@ -240,6 +262,7 @@ MUTANTS = {
         "            held['submit'] = lambda *jobs: (held.pop('submit'), "
         "self._uploader.submit(*jobs), shadow.apply(found))\n",
         "",
+        lately=2,
     ),
     # ranks
     "a rank that is lost is waited for": Mutant(
@@ -497,7 +520,7 @@ def hunt(name: str, seeds: int) -> Found:
         os.close(receiver)
         plant(name)
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # tracebacks of threads
-        for seed in range(seeds):
+        for seed in (MUTANTS[name].lately, *range(seeds)):
             problem = run_apart(seed, STEPS, world_of(name))
             if problem is not None:
                 os.write(sender, f"{seed} {problem}".encode())

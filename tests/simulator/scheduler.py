@@ -94,7 +94,7 @@ class Thread:
         self.baton.acquire()
         self.ready: Callable[[], bool] | None = None  # what it waits for
         self.until_s: float | None = None  # and how long
-        self.started = self.ended = self.interrupted = self.interruptible = False
+        self.started = self.begun = self.ended = self.interrupted = self.interruptible = False
         self.error: BaseException | None = None
 
     def __hash__(self) -> int:
@@ -105,11 +105,17 @@ class Thread:
             raise RuntimeError("threads can only be started once")
         self.started, self.ident = True, self.number
         self.scheduler.threads.append(self)
-        _thread.start_new_thread(self._run, ())
+
+    def go_on(self) -> None:
+        """Let it run, in a thread of the interpreter that is made when it first does."""
+        if self.begun:
+            self.baton.release()
+        else:
+            self.begun = True
+            _thread.start_new_thread(self._run, ())
 
     def _run(self) -> None:
         self.real = _thread.get_ident()
-        self.baton.acquire()
         try:
             if not self.process.killed and self._target is not None:
                 self._target(*self._args, **self._kwargs)
@@ -242,7 +248,7 @@ class Scheduler:
     def _give(self, chosen: Thread) -> None:
         self.switches += 1
         self.running = chosen
-        chosen.baton.release()
+        chosen.go_on()
 
     def _choose(self) -> Thread | None:
         able = [thread for thread in self.threads if thread.can_run(self.now_s)]
@@ -266,7 +272,7 @@ class Scheduler:
         assert Scheduler.current is None
         Scheduler.current = self
         self.driver = self.running = Thread(name="driver", process=Process("driver"))
-        self.driver.started, self.driver.ident = True, 0
+        self.driver.started, self.driver.begun, self.driver.ident = True, True, 0
         self.threads.append(self.driver)
         state, collects = random.getstate(), gc.isenabled()
         gc.disable()
