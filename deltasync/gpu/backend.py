@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from deltasync.tensors import Changed, Layout, count_below
 if TYPE_CHECKING:
     from deltasync.codec.base import Payload
     from deltasync.gpu.shadow import DeviceShadow
+    from deltasync.live import Segment
 
 
 logger = get_logger(__name__)
@@ -58,23 +59,22 @@ class Accelerator(Device):
         else:
             below_L = steps.count_below(table.limit_there_L).cpu().numpy()
         low_K, there_K = steps.low_K.view(torch.int32), steps.step_K.view(table.dtype)
-        # Only the caller has the result of a decoder.
-        return Arrived(low_K, there_K, below_L, steps.base_B is None)
+        return Arrived(low_K, there_K, below_L, delta.is_spare)
 
     def decoder(
-        self, layout: Layout, address: Mapping[str, int]
+        self, layout: Layout, segments: Mapping[str, Sequence[Segment]]
     ) -> Callable[[Iterable[Payload]], Changed | None] | None:
         """See `Backend.decoder`. Words and tables cross, and nothing else of the payloads."""
-        names = (spec.name for spec in layout.specs.values() if spec.element_count)
-        if not self.decodes or any(name not in address for name in names):
+        if not self.decodes:
             return None
-        from deltasync.gpu.codec import BitAddresses, DeviceCodec
+        from deltasync.gpu.codec import DeviceCodec
+        from deltasync.gpu.held import HeldTiles
 
-        places = {}
-        for width, vector in layout.vectors.items():
-            count_T = np.diff(vector.first_T)
-            address_T = np.array([address.get(name, 0) for name in vector.names], np.int64)
-            places[width] = BitAddresses(address_T, np.stack((np.zeros_like(count_T), count_T), axis=1))
+        try:
+            places = {width: HeldTiles(vector, segments) for width, vector in layout.vectors.items()}
+        except StageError as error:
+            logger.info("Versions are decoded on the host, which takes longer: %s", error)
+            return None
         coder = DeviceCodec(layout, self.device, self.send, self.check_room)
 
         def decode(opened: Iterable[Payload]) -> Changed | None:

@@ -37,12 +37,26 @@ CHUNK = 128
 SPAN = 16
 """Chunks of a span. Chunks and counts of blocks are filled up to whole ones."""
 
-ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, SHIFT, MASK, GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, FIELDS = (
-    range(14)
-)
+(
+    ADDRESS,
+    COLUMNS,
+    STRIDE,
+    ROWS,
+    FIRST,
+    SHIFT,
+    MASK,
+    GROUP,
+    CLASS,
+    CLASSES,
+    PAIR,
+    CHUNKS,
+    COUNT,
+    WIDTH,
+    FIELDS,
+) = range(15)
 """Columns of a table of blocks: those of `kernels.native.FIELDS`; number of the group, of its first class,
 how many it has; number of the block's first pair; number of chunks, and the number of counts of all blocks
-before."""
+before; positions from row to row."""
 
 _CHANGES = 256  # changes of a band or block that a program takes at once
 _UNIT = 8  # elements that are read at once
@@ -54,7 +68,7 @@ _SAMPLE = 32  # consecutive elements of a sample, as in `kernels.native`
 _MOST_PROGRAMS = (1 << 16) - 1  # of the second dimension of a launch
 _MARKS = 1024  # words of a bitmap that a program counts
 _ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _SHIFT, _MASK = map(tl.constexpr, range(7))
-_GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _FIELDS = map(tl.constexpr, range(7, 14))
+_GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _WIDTH, _FIELDS = map(tl.constexpr, range(7, 15))
 _CHUNK, _SPAN = tl.constexpr(CHUNK), tl.constexpr(SPAN)
 _RATIO_BITS = tl.constexpr(RATIO_BITS)
 
@@ -585,7 +599,7 @@ def _places(
     place = chunk * _CHUNK + tl.sum(tl.sum(tl.where(own, _elements(UNIT), 0), axis=2), axis=1)
     columns = tl.load(block + _COLUMNS, is_in, other=1)
     row = (place.to(tl.uint32) // columns.to(tl.uint32)).to(tl.int64)
-    jump = tl.load(block + _STRIDE, is_in, other=0) - columns
+    jump = tl.load(block + _WIDTH, is_in, other=0) - columns
     tl.store(key_ptr + k, tl.load(block + _FIRST, is_in, other=0) + row * jump + place, is_in)
 
 
@@ -703,6 +717,7 @@ class BlockBits:
         changes: Changes | None = None,
     ) -> None:
         self.row_BF = np.pad(row_BF, ((0, 0), (0, FIELDS - GROUP)))
+        self.row_BF[:, WIDTH] = np.repeat(band_GF[:, 1], np.diff(band_GF[:, 5], append=len(row_BF)))
         self.bound_B, self.width, self.device, self.changes = bound_B, width, device, changes
         self.bound = torch.from_numpy(bound_B).to(device)
         self._band_GF, self._element_B = band_GF, row_BF[:, COLUMNS] * row_BF[:, ROWS]
@@ -750,7 +765,7 @@ class BlockBits:
         chunk_B = -(-self._element_B // (CHUNK * SPAN)) * SPAN
         self.pair_B, self.count_B = bounds(class_B), bounds(class_B * chunk_B)
         columns = group_B, class_G[group_B], class_B, self.pair_B[:-1], chunk_B, self.count_B[:-1]
-        row_BF[:, GROUP:] = np.stack(columns, axis=1)
+        row_BF[:, GROUP:WIDTH] = np.stack(columns, axis=1)
         self.table_BF = torch.from_numpy(row_BF).to(self.device)
         arrays = classes.level_L, classes.by_value(255), _words(classes)
         self.level_L, self.class_GE, self.word_WE = (

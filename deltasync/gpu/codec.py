@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ from deltasync.gpu import coder as gpu_coder
 from deltasync.gpu.classes import COLUMNS, ROWS, BlockBits, Changes
 from deltasync.gpu.coder import Streams
 from deltasync.gpu.delta import DeviceBits, DeviceDelta, DeviceSparse
+from deltasync.gpu.held import HeldTiles
 from deltasync.kernels import native
 from deltasync.kernels.rans import RATIO, RATIO_BITS, Classes
 from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, Vector, bounds
@@ -70,6 +71,35 @@ class BitAddresses:
         start_T = np.where(count_T > 0, position_T - vector_.first_T[:-1], 0)
         address_T = bits.bits_N.data_ptr() + (place_T - start_T) * vector_.width
         return cls(address_T, np.stack((start_T, start_T + count_T), axis=1))
+
+    @property
+    def are_whole(self) -> bool:
+        """See `HeldTiles.are_whole`. Readers get all that payloads have."""
+        return True
+
+    def tables(self, tiling: Tiling, is_in_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """See `HeldTiles.tables`: all blocks are held."""
+        row_BF, band_GF = tiling.chosen(is_in_T, self.address_T)
+        return row_BF, band_GF, np.ones(len(row_BF), np.bool_)
+
+
+Places = BitAddresses | HeldTiles
+
+
+class HeldBlocks(NamedTuple):
+    """The blocks of a version that are decoded.
+
+    Attributes:
+        row_BF, band_GF, keep_B: See `HeldTiles.tables`.
+        tiling: The tiling of which they are.
+        count_T: Number of their changes of each tensor.
+    """
+
+    row_BF: np.ndarray
+    band_GF: np.ndarray
+    keep_B: np.ndarray
+    tiling: Tiling
+    count_T: np.ndarray
 
 
 class DeviceCodec:
@@ -302,25 +332,34 @@ class DeviceCodec:
             )
         return found
 
-    def changed(self, opened: Iterable[Payload], places: Mapping[int, BitAddresses]) -> Changed:
-        """As `decode`, with fingerprints by name, as `payloads.decode` has them."""
-        delta, digests = self.decode([*opened], places)
-        named: dict[str, int] = {}
-        for width, digest_T in digests.items():
-            names, count_T = self._layout.vectors[width].names, delta.steps[width].count_T
-            changed = map(names.__getitem__, np.flatnonzero(count_T).tolist())
-            named |= dict(zip(changed, digest_T.tolist(), strict=True))
-        return Changed(delta, named)
+    def changed(self, opened: Iterable[Payload], places: Mapping[int, Places]) -> Changed:
+        """As `decode`, with the fingerprints of all changed tensors by name, as `payloads.decode` has them.
+
+        Raises:
+            StageError: as `decode`; or payloads change one tensor together, as those of a sharded trainer do.
+        """
+        parts = self._readers(opened)
+        for readers in parts.values():
+            number_T = np.concatenate([reader.number_T for reader in readers])
+            if np.unique(number_T).size < number_T.size:
+                raise StageError("several ranks of its trainer have written parts of one tensor.")
+        named = {
+            reader.vector.names[t]: digest
+            for reader in itertools.chain(*parts.values())
+            for t, digest in zip(reader.number_T.tolist(), _digests([reader]).tolist(), strict=True)
+        }
+        return Changed(self._delta(parts, places, None), named)
 
     def decode(
-        self, opened: Sequence[Payload], places: Mapping[int, BitAddresses], undone: DeviceDelta | None = None
+        self, opened: Sequence[Payload], places: Mapping[int, Places], undone: DeviceDelta | None = None
     ) -> tuple[DeviceDelta, dict[int, np.ndarray]]:
         """Return the changes of payloads; and by width the fingerprints of changed tensors after them, uint64.
 
         Args:
             opened: The payloads, of `packed` or `context`, of one version; none changes a tensor of another
                 one.
-            places: Where bits are, by width. Only `context` needs them.
+            places: Where bits are, by width. Only `context` needs them. Of tensors of which a part is held, only
+                what is coded by classes is left out elsewhere.
             undone: The same changes, which the bits have taken; None if they are old.
 
         Beside the result it takes one byte for each change if some are coded by classes, 16 KiB for each table,
@@ -330,19 +369,33 @@ class DeviceCodec:
             CorruptDataError: a payload contradicts itself or the tensor table.
             StageError: the device has too little memory; nothing is held there.
         """
+        parts = self._readers(opened)
+        digests = {width: _digests(readers) for width, readers in parts.items()}
+        return self._delta(parts, places, undone), digests
+
+    def _readers(self, opened: Iterable[Payload]) -> dict[int, list[Reader]]:
+        """Return what payloads have of each vector, by width, ascending by tensor."""
         parts: dict[int, list[Reader]] = {}
         for payload in opened:
             for width, reader in readers_of(payload, self._layout).items():
                 parts.setdefault(width, []).append(reader)
-        steps, digests = dict[int, DeviceSparse](), dict[int, np.ndarray]()
-        for width, readers in sorted(parts.items()):
+        for readers in parts.values():
             readers.sort(key=lambda reader: int(reader.number_T[0]) if reader.number_T.size else 0)
-            digests[width] = np.concatenate([reader.digest_T for reader in readers]).view(np.uint64)
-            steps[width] = self._decode(width, readers, places.get(width), undone)
-        return DeviceDelta(self._layout, steps), digests
+        return dict(sorted(parts.items()))
+
+    def _delta(
+        self,
+        parts: Mapping[int, Sequence[Reader]],
+        places: Mapping[int, Places],
+        undone: DeviceDelta | None,
+    ) -> DeviceDelta:
+        steps = {
+            width: self._decode(width, readers, places.get(width), undone) for width, readers in parts.items()
+        }
+        return DeviceDelta(self._layout, steps, is_spare=True)
 
     def _decode(
-        self, width: int, readers: Sequence[Reader], places: BitAddresses | None, undone: DeviceDelta | None
+        self, width: int, readers: Sequence[Reader], places: Places | None, undone: DeviceDelta | None
     ) -> DeviceSparse:
         of = self._layout.vectors[width]
         number_T = np.concatenate([reader.number_T for reader in readers])
@@ -352,40 +405,72 @@ class DeviceCodec:
         all_T, is_tiled_T = np.zeros(len(of.specs), np.int64), np.zeros(len(of.specs), np.bool_)
         all_T[number_T] = count_T
         is_tiled_T[np.concatenate([reader.tiled_T for reader in readers])] = True
-        in_tiles_T = np.where(is_tiled_T, all_T, 0)
-        in_gaps_T = all_T - in_tiles_T
+        in_gaps_T = np.where(is_tiled_T, 0, all_T)
         by_gap = [reader for reader in readers if reader.gaps is not None]
         by_class = [reader for reader in readers if reader.tiles is not None]
         changed = int(all_T.sum())
         if changed != sum(reader.changed for reader in readers):
             raise CorruptDataError("Payload counts the changes of its tensors wrong.")
+        held = self._held(of, by_class, is_tiled_T, places) if by_class else None
+        in_tiles_T = np.zeros_like(all_T) if held is None else held.count_T
+        all_T = in_gaps_T + in_tiles_T
+        changed = int(all_T.sum())
         self._check_room(changed * (4 + width + bool(by_class)))
         at_K = torch.empty(changed, dtype=torch.int32, device=self._device)
         step_K = torch.empty(changed, dtype=UNSIGNED[width], device=self._device)
         if by_gap:
             self._read_gaps(of, by_gap, in_gaps_T, np.cumsum(in_tiles_T), at_K, step_K)
-        if by_class:
-            before_T = np.cumsum(in_gaps_T)
-            self._read_tiles(of, by_class, is_tiled_T, before_T, places, undone, at_K, step_K)
-        return DeviceSparse(at_K, step_K, None, None, all_T)
+        if held is not None and held.keep_B.any():
+            before_T = np.repeat(np.cumsum(in_gaps_T), np.where(is_tiled_T, held.tiling.count_T, 0))
+            self._read_tiles(of, by_class, held, before_T[held.keep_B], undone, at_K, step_K)
+        if places is None or places.are_whole:
+            return DeviceSparse(at_K, step_K, None, None, all_T)
+        changed_T = np.flatnonzero(all_T)
+        base_B, bound_B = self._there(of.first_T[changed_T]), self._there(bounds(all_T[changed_T]))
+        return DeviceSparse(at_K, step_K, base_B, bound_B, all_T, int(all_T.max()))
+
+    def _held(
+        self, of: Vector, readers: Sequence[Reader], is_in_T: np.ndarray, places: Places | None
+    ) -> HeldBlocks:
+        """Return the blocks by class that are decoded."""
+        if places is None:
+            raise StageError(
+                "This delta is coded by `context` and needs the old weights; decode it with `old`."
+            )
+        # The blocks of what is held, which are kept, if that is what payloads have blocks of; or those that
+        # they say.
+        tiling, known = tiles.tiling(of, places.range_T2), (tiles.TILE, tiles.BLOCK)
+        if any(
+            each.sizes != known or (each.range_T2 != tiling.range_T2[each.tiled_T]).any() for each in readers
+        ):
+            tiling = Tiling.of(of, {t: cut for each in readers for t, cut in each.cuts.items()})
+        row_BF, band_GF, keep_B = places.tables(tiling, is_in_T)
+        count_B = np.concatenate([each.tiles.row_B2[:, 0] for each in readers if each.tiles is not None])
+        before_B = bounds(np.where(keep_B, count_B, 0))
+        count_T = np.diff(before_B[bounds(np.where(is_in_T, tiling.count_T, 0))])
+        return HeldBlocks(row_BF, band_GF, keep_B, tiling, count_T)
 
     def _streams(
-        self, parts: Sequence[Part], freq_TS: np.ndarray
+        self, parts: Sequence[Part], freq_TS: np.ndarray, keep_B: np.ndarray | None = None
     ) -> tuple[np.ndarray, np.ndarray, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return changes before each block of several payloads, and each one's group, on the host.
 
         Then, on the device, the words, those before each block, and what is looked up of the tables. They and the
-        tables of blocks fit.
+        tables of blocks fit. `keep_B` says which blocks are meant, by default all.
         """
         before = bounds([len(part.groups) for part in parts])
         group_B = np.concatenate(
             [first + part.group_B for first, part in zip(before[:-1], parts, strict=True)]
         )
         row_B2 = np.concatenate([part.row_B2 for part in parts])
-        sizes = [part.words.size for part in parts]
+        words_of = [part.words for part in parts]
+        if keep_B is not None and not keep_B.all():
+            words_of = [*_kept(words_of, row_B2[:, 1], keep_B)]
+            group_B, row_B2 = group_B[keep_B], row_B2[keep_B]
+        sizes = [each.size for each in words_of]
         self._check_room(4 * sum(sizes) + len(freq_TS) * gpu_coder.SLOT_BYTES + len(row_B2) * _BLOCK_BYTES)
         words = torch.empty(max(sum(sizes), 1), dtype=torch.int32, device=self._device)
-        self._send(zip([part.words for part in parts], torch.split(words[: sum(sizes)], sizes), strict=True))
+        self._send(zip(words_of, torch.split(words[: sum(sizes)], sizes), strict=True))
         slots = gpu_coder.slots(self._there(freq_TS.astype(np.int16)))
         return bounds(row_B2[:, 0]), group_B, words, self._there(bounds(row_B2[:, 1])), slots
 
@@ -434,41 +519,28 @@ class DeviceCodec:
         self,
         of: Vector,
         readers: Sequence[Reader],
-        is_in_T: np.ndarray,
-        before_T: np.ndarray,
-        places: BitAddresses | None,
+        held: HeldBlocks,
+        moved_B: np.ndarray,
         undone: DeviceDelta | None,
         at_K: torch.Tensor,
         step_K: torch.Tensor,
     ) -> None:
-        """Decode the tensors that are coded by classes, ascending by position; `before_T` as in
-        `_read_gaps`.
+        """Decode the blocks by class that are held, ascending by position; `moved_B` is as in
+        `gpu_classes.decode`.
         """
-        if places is None:
-            raise StageError(
-                "This delta is coded by `context` and needs the old weights; decode it with `old`."
-            )
-        # The blocks of what is held, which are kept, if that is what payloads have blocks of; or those that
-        # they say.
-        tiling, known = tiles.tiling(of, places.range_T2), (tiles.TILE, tiles.BLOCK)
-        if any(
-            each.sizes != known or (each.range_T2 != tiling.range_T2[each.tiled_T]).any() for each in readers
-        ):
-            tiling = Tiling.of(of, {t: cut for each in readers for t, cut in each.cuts.items()})
-        row_BF, band_GF = tiling.chosen(is_in_T, places.address_T)
+        row_BF, band_GF = held.row_BF, held.band_GF
         parts = [reader.tiles for reader in readers if reader.tiles is not None]
         lines, freqs = zip(*(classes.read(part.tables, len(part.groups)) for part in parts), strict=True)
-        bound_B, group_B, words, word_B, slots = self._streams(parts, np.concatenate(freqs))
+        bound_B, group_B, words, word_B, slots = self._streams(parts, np.concatenate(freqs), held.keep_B)
         if (np.diff(bound_B) > row_BF[:, COLUMNS] * row_BF[:, ROWS]).any():
             raise CorruptDataError("Payload has a block with more changes than elements.")
         changes = None
         if undone is not None:
-            changes = _changes(of, undone.steps[of.width], undone.bits[of.width], tiling, band_GF)
+            changes = _changes(of, undone.steps[of.width], undone.bits[of.width], held.tiling, band_GF)
         blocks = BlockBits(row_BF, band_GF, bound_B, of.width, self._device, changes)
         blocks.divide(group_B, Classes.of([*itertools.chain(*lines)]))
         self._check_room(blocks.room_bytes)
-        moved_B = self._there(np.repeat(before_T, np.where(is_in_T, tiling.count_T, 0)))
-        if not gpu_classes.decode(blocks, words, word_B, slots, moved_B, at_K, step_K):
+        if not gpu_classes.decode(blocks, words, word_B, slots, self._there(moved_B), at_K, step_K):
             raise CorruptDataError(f"Payload has a malformed block of elements of {of.width} bytes.")
 
 
@@ -502,6 +574,31 @@ def warm_up(device: Backend, width: int) -> None:
                 [codec.open_payload(written.to_bytes())], places
             )
         assert found.steps[width].low_K.numel() == at_K.size
+
+
+def _digests(readers: Sequence[Reader]) -> np.ndarray:
+    """Return the fingerprints of changed tensors, uint64."""
+    return np.concatenate([reader.digest_T for reader in readers]).view(np.uint64)
+
+
+def _kept(words_of: Sequence[np.ndarray], count_B: np.ndarray, keep_B: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the words of the blocks that are kept, of each payload.
+
+    Args:
+        words_of: Those of all its blocks.
+        count_B: Words of each block of all payloads.
+        keep_B: Which blocks are kept.
+    """
+    word_B = bounds(count_B)
+    edge_E = np.flatnonzero(
+        np.diff(keep_B, prepend=False, append=False)
+    )  # where runs of blocks begin and end
+    run_R2, first = word_B[edge_E].reshape(-1, 2), 0
+    for words in words_of:
+        span_R2 = np.clip(run_R2 - first, 0, words.size)
+        spans = [words[low:high] for low, high in span_R2[span_R2[:, 0] < span_R2[:, 1]].tolist()]
+        yield np.concatenate([words[:0], *spans])
+        first += words.size
 
 
 def _range(bits: Mapping[str, np.ndarray], name: str) -> tuple[np.ndarray, int]:

@@ -42,9 +42,10 @@ class DeviceSparse:
         low_K: The lower 32 bits of ascending positions in the vector, int32[K].
         step_K: New minus old bits modulo 2**(8 width), as signed integers of that width, [K].
         base_B: Position of the first element of each block, ascending, int64[B]. None of what a decoder has
-            made, which is staged where it is and by nothing but `count_T`.
+            made of a model that is held as a whole, which is staged where it is and by nothing but `count_T`.
         bound_B: Number of changes before each block, and of all, int64[B + 1]; None as `base_B`.
         count_T: Number of changes of each tensor of the vector, int64[T]; on the host.
+        most: The most changes of a block.
     """
 
     low_K: torch.Tensor
@@ -52,6 +53,7 @@ class DeviceSparse:
     base_B: torch.Tensor | None
     bound_B: torch.Tensor | None
     count_T: np.ndarray
+    most: int = BLOCK
 
     @property
     def changed(self) -> int:
@@ -66,7 +68,7 @@ class DeviceSparse:
     @property
     def index(self) -> tuple[torch.Tensor, torch.Tensor]:
         """`base_B` and `bound_B`."""
-        assert self.base_B is not None is not self.bound_B, "a decoder's steps have no index"
+        assert self.base_B is not None is not self.bound_B, "a decoder's steps of a whole model have no index"
         return self.base_B, self.bound_B
 
     def positions(self, low: int = 0, high: int | None = None) -> torch.Tensor:
@@ -96,7 +98,7 @@ class DeviceSparse:
         base_N = base_B[block_N]
         wanted_N = limit_N - base_N
         return search(
-            *(self.low_K, bound_B[block_N], bound_B[block_N + 1], BLOCK),
+            *(self.low_K, bound_B[block_N], bound_B[block_N + 1], self.most),
             lambda found_NP: ((found_NP - base_N[:, None]) & 0xFFFFFFFF) < wanted_N[:, None],
         )
 
@@ -190,11 +192,13 @@ class DeviceDelta(Delta):
             the job that has this delta is released.
         ready: Recorded after the steps were applied to the shadow; a stream that reads `steps` or `bits`
             waits for it. None where the device is the host, under Triton's interpreter.
+        is_spare: Whether nobody but who stages it has `steps`, as of a decoder; see `Arrived`.
     """
 
     steps: Mapping[int, DeviceSparse]  # type: ignore[assignment]
     bits: Mapping[int, DeviceBits] = dataclasses.field(default_factory=dict)
     ready: Any = None  # torch.cuda.Event | None
+    is_spare: bool = False
 
     def _count_T(self) -> dict[int, np.ndarray]:
         return {width: steps.count_T for width, steps in self.steps.items()}

@@ -86,11 +86,12 @@ class Backend:
         low_K = signed_view(at_K.astype(np.int32, copy=False))
         return Arrived(low_K, signed_view(step_K), count_below(at_K, table.limit_L), False)
 
-    def decoder(self, layout: Layout, address: Mapping[str, int]) -> Any:
+    def decoder(self, layout: Layout, segments: Mapping[str, Any]) -> Any:
         """Return a function that decodes payloads of one version into `Changed`, where the old bits are.
 
-        `address` has those of tensors that lie there as wholes, in their order. None if `codec` decodes; the
-        function returns None if it has too little memory for a version.
+        `segments` are those of each tensor, all on this device, as `LiveMemory` has them; of tensors that are
+        coded by classes, the tiles that lie there are decoded. None if `codec` decodes; the function returns
+        None if it has too little memory for a version, or tiles lie otherwise.
         """
         return None
 

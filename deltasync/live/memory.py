@@ -216,15 +216,13 @@ class LiveMemory:
 
     @functools.cached_property
     def decoder(self) -> Any:
-        """The decoder of payloads into `Changed` where all tensors lie, as wholes and in their order; None where
-        `codec` does, on the host.
+        """The decoder of payloads into `Changed` on the device where all segments lie; None where `codec` does, on
+        the host.
         """
-        held = itertools.chain(*self._places.values(), *self._tied.values())
-        if len(self._devices) != 1 or not all(each.are_whole for each in held):
+        if len(self._devices) != 1:
             return None
         (device,) = self._devices
-        address = {name: held[0].live.data_ptr() for name, held in self._segments.items() if held}
-        return device.decoder(self._layout, address)
+        return device.decoder(self._layout, self._segments)
 
     def warm_up(self) -> None:
         """Compile the kernels that an accelerator needs, so that neither staging nor a commit waits for them."""

@@ -142,11 +142,6 @@ class SegmentTable:
         value_S = self._sum_S.cpu().numpy().view(np.uint64)
         return self.table.part_S[rows.lines], value_S[rows.lines]
 
-    @property
-    def are_whole(self) -> bool:
-        """Whether each segment is a whole tensor, in its order."""
-        return self._edge_L is not None and bool(self.table.contiguous_S.all())
-
     def swap(self, delta: Any, width: int) -> Writes | None:
         """Return the exchange of what a delta that is near changes in these segments, prepared; None for
         nothing.

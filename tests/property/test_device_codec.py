@@ -25,10 +25,11 @@ from deltasync.errors import CorruptDataError, StageError
 from deltasync.gpu.delta import ALIGNED, BLOCK, DeviceBits, DeviceDelta, DeviceSparse
 from deltasync.gpu.devices import RESERVE_BYTES, Device
 from deltasync.kernels.backend import accelerator
+from deltasync.live import Segment
 from deltasync.publish import encode, log
 from deltasync.stores import Store
 from deltasync.tensors import Delta, Layout, TensorSpec
-from deltasync.tensors.bits import bits_of, tensor_of
+from deltasync.tensors.bits import bits_of, signed_view, tensor_of
 from tests import deltas
 from tests.devices import StandIn
 from tests.interpreter import DEVICE, INTERPRETED, RUNS
@@ -328,12 +329,13 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(
         next(coder.encode(name, delta, made.digests, 8, 7, [*delta.split(10**6)]))
     monkeypatch.undo()
     monkeypatch.setattr(kernels, "ACCELERATORS", {"cuda", "cpu"})
-    address = {of: made.old[of].ctypes.data for of in made.layout.specs}
-    read = full.decoder(made.layout, address)
+    held = {of: [Segment(signed_view(bits_N), (1,), 0)] for of, bits_N in made.old.items()}
+    read = full.decoder(made.layout, held)
     assert read is not None and read([payload]) is None
-    read = StandIn().decoder(made.layout, address)
+    read = StandIn().decoder(made.layout, held)
     assert read is not None and (found := read([payload])) is not None
     assert found.delta.changed == made.delta.changed
+    assert read([payload, payload]) is None  # as where ranks of a trainer have each written a part
 
 
 def test_an_error_leaves_no_work_on_the_stream(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -107,3 +107,61 @@ def test_a_damaged_payload_is_refused_and_nothing_is_written(monkeypatch: pytest
     assert caught.value.key == chain[0].key
     for name, tensor in states[0].items():
         assert torch.equal(int_view(live[name]), int_view(tensor))
+
+
+SHARED = {"rows": (32, 16), "columns": (16, 48), "experts": (4, 8, 16), "later": (16, 16), "copied": (16, 16)}
+"""Tensors that are coded by tiles, by how two workers share them."""
+
+
+def _share(whole: torch.Tensor, way: str, worker: int) -> list[Segment]:
+    """What a worker holds of a tensor; the second one with gaps behind rows, and shares in two segments."""
+    dim = {"rows": -2, "columns": -1, "experts": 0}.get(way)
+    part = whole if dim is None else whole.chunk(2, dim)[worker]
+    if way == "later":  # a stage of a pipeline
+        part = whole[: whole.shape[0] * worker]
+    room = torch.zeros(*part.shape[:-1], part.shape[-1] + 8 * worker, dtype=part.dtype)
+    live = room[..., : part.shape[-1]]
+    live.copy_(part)
+    pieces = live.chunk(2) if worker and dim is not None else [live]
+    first_P = [part.storage_offset() + n * pieces[0].shape[0] * part.stride()[0] for n in range(len(pieces))]
+    return [Segment(piece, part.stride(), first) for piece, first in zip(pieces, first_P, strict=True)]
+
+
+def test_workers_decode_the_tiles_of_their_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each on its own device: together they decode once what a version changes, and twice what both hold."""
+    monkeypatch.setattr(tiles, "TILE", 32)
+    monkeypatch.setattr(tiles, "LEAST", 16)
+    monkeypatch.setattr(tiles, "FEW", 0)
+    generator, old = torch.Generator().manual_seed(1), dict[str, torch.Tensor]()
+    for name, shape in {**SHARED, "few": (7, 5), "same": (30,)}.items():
+        old[name] = torch.randn(shape, generator=generator).to(torch.bfloat16)
+    new = {name: tensor.clone() for name, tensor in old.items()}
+    for name in new.keys() - {"same"}:
+        int_view(new[name]).add_(torch.rand(new[name].numel(), generator=generator) < 0.3)
+    store = open_store(f"memory://{uuid.uuid4().hex}")
+    with Publisher(store, codec="context", dtype="keep") as publisher:
+        for state in (old, new):
+            publisher.publish(state.items()).wait(300)
+    reader = ChannelReader(store)
+    monkeypatch.setattr(kernels, "ACCELERATORS", {"cuda", "cpu"})
+    monkeypatch.setattr(payloads, "decode", lambda *_: pytest.fail("decoded on the host"))
+    counts: list[dict[str, int]] = []
+    for worker in range(2):
+        device = Gpu(gpu_segments)
+        held = {
+            name: _share(int_view(tensor).view(tensor.shape), name, worker) for name, tensor in old.items()
+        }
+        memory = LiveMemory(reader.specs, held, lambda _, device=device: device)
+        memory.audit()
+        follower = LiveWeights(reader, memory)
+        follower.identified(reader.numbered(1))
+        chain = find_chain(reader, follower.version, reader.numbered(2).version)
+        with mock.patch.object(memory, "stage", wraps=memory.stage) as staged:
+            follower.commit(follower.stage(chain))
+        counts.append(staged.call_args.args[0].delta.counts())
+        for name, segments in held.items():
+            for segment in segments:
+                assert torch.equal(segment.live, segment.source(int_view(new[name])))
+    for name in SHARED:
+        changed = int((int_view(new[name]) != int_view(old[name])).sum())
+        assert sum(each.get(name, 0) for each in counts) == changed * (1 + (name == "copied"))
