@@ -58,14 +58,14 @@ demo-hosts: setup
 	@$(call apt,radosgw haproxy nft tc sysctl,ceph-mon ceph-osd radosgw haproxy nftables iproute2 procps)
 	$(MODULE) tests.hosts --out demo-hosts-out $(HOSTS)
 
-# Three workers, on two cores too, because tests wait; tests/conftest.py says which stay together. Some need a browser, a router
+# Three workers, on two cores too, because tests wait; tests/conftest.py says which stay together. Some need a browser, a router, a cache
 # or a firewall, and are skipped without; the reasons of all skips stand at the end.
 WORKERS ?= 3
 test: setup programs services
 	$(BIN)/pytest -n $(WORKERS)
 
 programs:
-	@$(call apt,chromium haproxy nft tc sysctl,chromium haproxy nftables iproute2 procps) || \
+	@$(call apt,chromium haproxy nginx nft tc sysctl,chromium haproxy nginx nftables iproute2 procps) || \
 	  echo "Debian's packages cannot be had here; the tests of what is missing are skipped."
 
 # Programs that others wrote, beside the environment: storage services, for the contract and the lives of az:// and gs://, a reader of

@@ -22,10 +22,14 @@ from deltasync.stores.base import ObjectInfo, Store, Watch
 from deltasync.threads import Workers
 
 _FIRST_S = 0.02
+_FIRST_SHARE = 0.02  # of the interval, where that is more: a long one bounds what many replicas ask at once
 _GROWTH = 1.5
 _LIVE_S = 30.0
 _SCARCE_S = 10.0  # least wait while little is left of a quota
 _OUTAGE_S = 5.0  # longest wait between two attempts while the store fails
+# Least part of a wait, which is random, so that many replicas do not keep asking at the same moment; during
+# an outage, which may begin for all of them at once, they are to be apart soon.
+_JITTER, _OUTAGE_JITTER = 0.9, 0.5
 # The next version is expected between these multiples of the shortest and the longest of the last times
 # between two. Then the waits are this fraction of the longest, or this fraction of the time until or since
 # the mean, whichever is less.
@@ -35,8 +39,8 @@ _POLLS_CLOSE = 0.2
 
 
 class Poll:
-    """Waits between two requests: from 20 ms after a version, because another may follow soon, up to an
-    interval.
+    """Waits between two requests: from 20 ms, or 2 % of the interval, after a version, because another may
+    follow soon, up to an interval.
 
     Trainers publish at a rhythm: around the time at which the next version is due, the waits are short again,
     3 % of the time between two versions, and shorter near that time. A store that announces new objects is
@@ -46,7 +50,7 @@ class Poll:
 
     def __init__(self, interval_s: float) -> None:
         self._interval_s = interval_s
-        self._delay_s = _FIRST_S
+        self._first_s = self._delay_s = max(_FIRST_S, _FIRST_SHARE * interval_s)
         self._moved_s: float | None = None
         self._between_s: deque[float] = deque(maxlen=4)
         self._watch: Watch | None = None
@@ -84,7 +88,7 @@ class Poll:
         if moved:
             if self._moved_s is not None:
                 self._between_s.append(now_s - self._moved_s)
-            self._moved_s, self._delay_s = now_s, _FIRST_S
+            self._moved_s, self._delay_s = now_s, self._first_s
         is_outage = isinstance(failure, StoreError)
         longest_s = max(_OUTAGE_S, self._interval_s) if is_outage else self._interval_s
         delay_s = min(self._delay_s, longest_s, math.inf if is_outage else self._due_s(now_s))
@@ -93,8 +97,8 @@ class Poll:
             return max(_LIVE_S, self._interval_s)
         if self._store is not None and self._store.is_scarce:
             delay_s = max(delay_s, _SCARCE_S)
-        # Random, so that many replicas do not keep asking at the same moment.
-        return max(delay_s * random.uniform(0.9, 1.0), getattr(failure, "wait_s", None) or 0.0)
+        jitter = random.uniform(_OUTAGE_JITTER if is_outage else _JITTER, 1.0)
+        return max(delay_s * jitter, getattr(failure, "wait_s", None) or 0.0)
 
     def _due_s(self, now_s: float) -> float:
         """Return how long to wait at most, by the rhythm of the last versions."""
@@ -105,7 +109,7 @@ class Poll:
             return math.inf
         off_s = abs(statistics.fmean(self._between_s) - since_s)
         apart_s = min(_POLLS_APART * longest_s, _POLLS_CLOSE * off_s)
-        return max(_FIRST_S, _EARLIEST * min(self._between_s) - since_s, apart_s)
+        return max(self._first_s, _EARLIEST * min(self._between_s) - since_s, apart_s)
 
 
 # multiples of the time between the last two versions; the next is expected between these

@@ -24,7 +24,9 @@ from deltasync.threads import Workers, daemon
 logger = get_logger(__name__)
 
 _SCARCE_S = 45.0  # less than `heartbeat.LIVE_S`
-_LOOK_S = 60.0  # how often a replica looks for others of its name
+# From one look for others of its name to the next: doubled each time, because each lists all heartbeats, and so
+# do the looks of all other replicas.
+_LOOK_S, _LONGEST_LOOK_S = 60.0, 3600.0
 _TICK_S = 2.0  # how often the thread looks whether a heartbeat is due, and whether this is another life
 _OWN = 64  # heartbeats of its own that a writer knows again: an earlier put may take effect late
 _TRIES = 4  # identities that are drawn for one heartbeat, where others write each
@@ -43,7 +45,7 @@ class HeartbeatWriter:
 
     def __init__(self, store: Store, interval_s: float = 10.0, life: Life | None = None) -> None:
         self._store, self._life = store, life or Life()
-        self._interval_s = interval_s
+        self._interval_s, self._look_s = interval_s, _LOOK_S
         self._workers = Workers(1, "heartbeat")
         self._lock = threading.Lock()
         self._last: tuple[object, ...] = ()
@@ -166,10 +168,11 @@ class HeartbeatWriter:
         writes none.
         """
         now_s = time.monotonic()
-        if now_s - self._looked_s < _LOOK_S:
+        if now_s - self._looked_s < self._look_s:
             return
         boot = self._life.boot
         is_first, self._looked_s = self._looked_s == -math.inf, now_s
+        self._look_s = self._look_s if is_first else min(2 * self._look_s, _LONGEST_LOOK_S)
         for other, info in heartbeat.others(self._store, beat.replica_id, boot).items():
             state = info.bytes, info.modified_s, info.content
             before = self._others.setdefault(other, state if is_first or other in self._life.past else None)

@@ -555,6 +555,19 @@ def test_two_replicas_of_one_name_are_two_and_both_say_so(
     assert len(heartbeat.read_all(store, RUN)) == 1
 
 
+def test_looks_for_others_of_a_name_become_rare(memory_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s, store = 0.0, FaultyStore(open_store(memory_url))
+    monkeypatch.setattr("deltasync.serve.heartbeats.time.monotonic", lambda: now_s)
+    store.put("channel.json", b"{}")
+    writer = HeartbeatWriter(store, 10.0, Life("0000000a"))
+    looked_s = []
+    for now_s in range(0, 4 * 3600, 10):
+        writer._write(Heartbeat(replica_id="localhost-1", run_id=RUN, version=1, state="serving"))
+        if store.calls.count(("list", "replicas/localhost-1.")) > len(looked_s):
+            looked_s.append(now_s)
+    assert looked_s == [0, 60, 180, 420, 900, 1860, 3780, 7380, 10980]
+
+
 def test_a_replica_that_starts_again_is_one_and_does_not_warn(
     store: Store, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -9,6 +10,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from benchmarks import fleet
 from deltasync import Publisher, Replica, follow, open_store
 from deltasync.errors import NotPublishedError, StoreError
 from deltasync.following import Poll
@@ -88,6 +90,18 @@ def test_looks_are_often_when_the_next_version_is_due(store: Store, monkeypatch:
         assert len(looks_until(4.0 * 8)) < 65
         assert looks_until(4.0 * 9)[-1] - 4.0 * 9 <= 0.03  # on the beat
         assert len(looks_until(now_s + 100)) < 65 + 100 / 0.9  # the rhythm ended: back to the interval
+
+
+def test_a_long_interval_bounds_how_often_many_replicas_ask_for_a_version_that_is_due() -> None:
+    (often, most), (seldom, few) = (fleet.in_vain(interval_s, between_s=10.0) for interval_s in (1.0, 10.0))
+    assert most <= 55 and few <= 6  # in a second: a fiftieth of the interval apart, less a tenth
+    assert seldom < 0.75 * often
+
+
+@pytest.mark.parametrize("away_s", [30.0, 600.0])
+def test_after_an_outage_that_began_for_all_at_once_replicas_do_not_ask_all_at_once(away_s: float) -> None:
+    random.seed(0)
+    assert fleet.herd(1000, away_s) < 3  # times what they would ask spread evenly; of 50 if none waited
 
 
 def test_a_store_that_tells_of_changes_is_hardly_looked_at(store: Store) -> None:
