@@ -56,7 +56,8 @@ _finishing: weakref.WeakKeyDictionary[Finishing, threading.Thread] = weakref.Wea
 _process = os.getpid()
 _is_ending = False
 _asked_s: float | None = None  # when SIGTERM came, until it is told
-_repeats = 0  # signals of our own that are on the way
+_handled = 0  # how often
+_repeating = 0  # threads that send it again
 _uninterrupted: set[CodeType] = set()
 
 
@@ -92,14 +93,14 @@ def uninterrupted(function: Callable[_Given, _Result]) -> Callable[_Given, _Resu
 
 def _terminate(number: int, frame: FrameType | None) -> None:
     """End as after an exception; a forked child ends at once, as it would without us."""
-    global _asked_s, _repeats
+    global _asked_s, _handled
+    _handled += 1
     if os.getpid() != _process:
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
     if _is_ending:
         return  # what is left to do is bounded
-    is_repeated, _repeats = _repeats > 0, max(0, _repeats - 1)
-    if is_repeated and _asked_s is None:
+    if _repeating and _asked_s is None:
         return  # it was told meanwhile
     _asked_s = time.monotonic() if _asked_s is None else _asked_s
     if time.monotonic() - _asked_s < UNINTERRUPTED_S and _is_uninterrupted(frame):
@@ -141,14 +142,22 @@ class _Hook:
 
 
 def _repeat_later() -> None:
-    """Have SIGTERM come again, to the main thread, which ends a wait there."""
+    """Have SIGTERM come again, to the main thread, until it is handled there.
+
+    One that comes while that thread waits for the interpreter's lock is not handled before a call in which it
+    waits next; another one ends that wait.
+    """
 
     def repeat() -> None:
-        global _repeats
+        global _repeating
         time.sleep(_AGAIN_S)
-        if _asked_s is not None and not _is_ending:
-            _repeats = 1
+        if _asked_s is None or _is_ending:
+            return
+        _repeating, before = _repeating + 1, _handled
+        while _handled == before and not _is_ending:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+            time.sleep(_AGAIN_S)
+        _repeating -= 1
 
     with contextlib.suppress(RuntimeError):  # no thread can start any more: the interpreter is ending
         daemon("watch", repeat).start()

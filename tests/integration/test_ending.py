@@ -161,7 +161,7 @@ def reading():
         yield name, tensor
 MOMENT
 try:
-    time.sleep(60)
+    time.sleep(3600)
 finally:
     print("left", flush=True)
 print("goes on")
