@@ -5,16 +5,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import subprocess
 import sys
-import types
 from pathlib import Path
 
 import pytest
 import torch
+
+from tests.triton_interpreter import without_idle_work
 
 TRITON_SITE = Path(sys.prefix) / "triton-site"
 HAS_TRITON = importlib.util.find_spec("triton") is not None
@@ -23,24 +23,8 @@ RUNS = INTERPRETED or (HAS_TRITON and torch.cuda.is_available())
 DEVICE = "cuda" if RUNS and not INTERPRETED else "cpu"
 
 
-def _without_idle_work() -> None:
-    """Triton 3.7's interpreter replaces the functions of `triton.language` at each launch and at each call of
-    a function in a kernel, and computes each sum and product a second time for an assertion that only debug
-    mode makes: three fifths of its time. Here the functions are replaced once, and for good.
-    """
-    from triton import language
-    from triton.runtime import interpreter
-
-    interpreter.interpreter_builder.options = dataclasses.replace(
-        interpreter.interpreter_builder.options, sanitize_overflow=False
-    )
-    kernel = types.SimpleNamespace(__globals__={"language": language, "core": language.core})
-    interpreter._patch_lang(kernel)
-    interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
-
-
 if INTERPRETED:
-    _without_idle_work()
+    without_idle_work()
 
 
 def run_again(files: list[str], scratch: Path, *arguments: str, **environment: str) -> None:

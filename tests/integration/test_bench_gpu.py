@@ -24,6 +24,8 @@ kit carries.
 _BARE = """
 import runpy, sys
 sys.modules.update(dict.fromkeys({missing!r}))
+from tests.triton_interpreter import without_idle_work
+without_idle_work()
 sys.argv = ["benchmarks.gpu", "--json"]
 runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
@@ -37,6 +39,7 @@ def test_all_of_it_at_a_small_size(tmp_path: Path) -> None:
         **os.environ,
         "PYTHONPATH": os.pathsep.join([str(TRITON_SITE), str(ROOT)]),
         "TRITON_CACHE_DIR": str(tmp_path / "cache"),
+        "TRITON_INTERPRET": "1",
         "CUDA_VISIBLE_DEVICES": "",
     }
     command = [sys.executable, "-c", code]
