@@ -326,7 +326,8 @@ class Search:
     def _list(self) -> None:
         """Find the newest version that can be read by a listing of the newest records. Raises as `refresh`."""
         reader, tip = self._reader, self._tip
-        reader.check_run()
+        if self._count > 1:  # at first channel.json was just read
+            reader.check_run()
         listing = reader.newest_slots()
         self._reads.compare(listing)
         stored, damaged = reader.newest_readable(listing)

@@ -84,7 +84,7 @@ class DeviceShadow:
                 bits_N, np.stack((vector.first_T[:-1] + start_T, count_T, place_T), axis=1)
             )
         self.ready: torch.cuda.Event | None = None
-        self._comparisons: dict[int, tuple[Comparison, np.ndarray, list[Cut]]] = {}
+        self._comparisons: dict[int, tuple[Comparison, np.ndarray, np.ndarray, list[Cut]]] = {}
         self._coder: DeviceCoder | None = None
 
     def view(self, name: str) -> torch.Tensor:
@@ -146,7 +146,9 @@ class DeviceShadow:
             comparison, cuts = self._comparison(width, [names[s] for s in at_S], [held[s] for s in at_S])
             if comparison is not None:
                 cuts = [(at_S[s], index, dtype) for s, index, dtype in cuts]
-                self._comparisons[width] = comparison, np.array([s for s, *_ in cuts], np.int64), cuts
+                number_T = np.array([self._layout.places[names[s]][1] for s in at_S], np.int64)
+                place_R = np.array([s for s, *_ in cuts], np.int64)
+                self._comparisons[width] = comparison, number_T, place_R, cuts
 
     def compare(self, held: Sequence[torch.Tensor]) -> Difference:
         """Compare the tensors of the table.
@@ -156,14 +158,13 @@ class DeviceShadow:
         """
         address_S, waiting = addresses_of(held), {}
         self.wait()
-        for width, (comparison, place_R, cuts) in self._comparisons.items():
+        for width, (comparison, number_T, place_R, cuts) in self._comparisons.items():
             comparison.move(address_S[place_R])
-            waiting[width] = comparison.launch(_filler(held, cuts))
-        every = {width: np.arange(len(vector.specs)) for width, vector in self._layout.vectors.items()}
+            waiting[width] = number_T, comparison, comparison.launch(_filler(held, cuts))
         return self._difference(
             {
-                width: [(every[width], self._comparisons[width][0], finish())]
-                for width, finish in waiting.items()
+                width: [(number_T, comparison, finish())]
+                for width, (number_T, comparison, finish) in waiting.items()
             }
         )
 

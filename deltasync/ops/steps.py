@@ -19,7 +19,7 @@ from deltasync.channel.record import INLINE_BYTES
 from deltasync.codec.base import Encoded
 from deltasync.publish.anchor import STORED_AT_ONCE
 from deltasync.publish.detect import HostShadow
-from deltasync.publish.encode import encode
+from deltasync.publish.encode import GROUP_CHANGED, encode
 from deltasync.publish.pending import Pending
 from deltasync.publish.placement import held_bytes
 from deltasync.publish.ranges import Range
@@ -31,7 +31,9 @@ CODEC = "packed"
 """Codec of compactions: it decodes without old bits, and is the smaller one where much has changed."""
 
 GROUP_ELEMENTS = 1 << 25
-"""Elements whose changes make a part of a compaction, unless a single tensor has more."""
+"""Elements whose changes make a part of a compaction, unless a single tensor has more, or they are less than
+`GROUP_CHANGED`: the record, which names the parts, grows with the changes.
+"""
 
 SAMPLED = 1 << 18
 """Elements by which the size of a compaction is estimated."""
@@ -124,16 +126,16 @@ class Steps:
 
     def groups(self) -> Iterator[Delta]:
         """Yield what the steps add up to, in groups of tensors that differ."""
-        group, size = list[Delta](), 0
+        group, size, changed = list[Delta](), 0, 0
         for name, (start, stop) in self._ranges.items():
             step_N = self.between(name, start, stop)
             index_K = np.flatnonzero(step_N)
             if index_K.size:
                 group.append(of_tensor(self._layout, name, index_K, step_N[index_K], start=start))
-                size += step_N.size
-            if size >= GROUP_ELEMENTS:
+                size, changed = size + step_N.size, changed + index_K.size
+            if size >= GROUP_ELEMENTS and changed >= GROUP_CHANGED:
                 yield joined(group)
-                group, size = [], 0
+                group, size, changed = [], 0, 0
         if group:
             yield joined(group)
 

@@ -159,7 +159,8 @@ class StreamReader(Protocol):
 
     Attributes:
         specs: The whole tensors, once a stream was read.
-        held: The ranges that each process publishes.
+        held: The ranges that each process publishes, by name: of this process all, of others those with an
+            element.
         devices: Where the tensors of the first stream were.
         are_copies: Whether what `first` returned are copies on the host.
     """

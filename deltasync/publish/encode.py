@@ -23,6 +23,11 @@ logger = get_logger(__name__)
 GROUP_CHANGED = 1 << 20
 """Changed elements that are encoded, and stored as a part, by themselves."""
 
+_BESIDE_INLINE = 8
+"""Parts beside which a payload may go into the record, so that it costs no further request. With more of them it
+would not be noticed, and whoever reads a record only to plan reads it, too.
+"""
+
 
 class GroupEncoder:
     """Encodes and proves deltas group by group: where the shadow is, else on the host.
@@ -78,13 +83,15 @@ class GroupEncoder:
 def _stored(
     found: Iterable[tuple[Encoded, bytes]], put: Callable[[bytes], Future[File]], *, inline: bool
 ) -> tuple[list[Future[File]], Encoded | None, int]:
-    """Begin to store all payloads but the last one, and that too, unless it fits into the record."""
+    """Begin to store all payloads but the last one, and that too, unless it fits into the record, and few
+    precede it.
+    """
     files, size, last = list[Future[File]](), 0, None
     for encoded, data in found:
         if last is not None:
             files.append(put(last[1]))
         last, size = (encoded, data), size + len(data)
-        if not inline or len(data) > INLINE_BYTES:
+        if not inline or len(data) > INLINE_BYTES or len(files) > _BESIDE_INLINE:
             files.append(put(data))
             last = None
     return files, None if last is None else last[0], size

@@ -12,6 +12,9 @@ Range = tuple[int, int]
 behind the last.
 """
 
+NOTHING: Range = (0, 0)
+"""The range of a tensor of which a process publishes nothing."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TensorRange:

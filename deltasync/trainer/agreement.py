@@ -18,7 +18,7 @@ from deltasync.channel import anchors, keys
 from deltasync.errors import ConfigError, PublishError, StoreError, get_logger
 from deltasync.publish.detect import Difference
 from deltasync.publish.pending import Pending
-from deltasync.publish.ranges import Range
+from deltasync.publish.ranges import NOTHING, Range
 from deltasync.publish.shadow import Shadow
 from deltasync.publish.snapshot import Weights
 from deltasync.stores import Store
@@ -98,11 +98,12 @@ class Agreement(Ranks):
         )
         shares = shadow.fingerprints.with_gains(found.gains)
         added = shares if before is None else zeros.with_gains(found.gains)
-        changed, new, *sums = self.agree(None, changed, before is None, *added.values())
+        changed, new, *sums = self.agree(None, changed, before is None, *_numbers(added))
         if new and new != self.size:  # a rank has lost count
-            before, sums = None, self.agree(None, *shares.values())
-        gains = Fingerprints.by_name(layout, dict(zip(layout.specs, sums, strict=True)))
-        self._whole = (zeros if before is None else before).with_gains(gains.of)
+            before, sums = None, self.agree(None, *_numbers(shares))
+        ends = np.cumsum([len(vector.specs) for vector in layout.vectors.values()])
+        gains = dict(zip(layout.vectors, np.split(np.array(sums, np.uint64), ends[:-1]), strict=True))
+        self._whole = (zeros if before is None else before).with_gains(gains)
         return changed, self._whole
 
     def collects(self, wanted: bool) -> bool:
@@ -119,7 +120,7 @@ class Agreement(Ranks):
         """Collect the weight files in a temporary directory of the first rank; return None at the others.
 
         All ranks call this. `specs` and `fingerprints` are of the whole tensors, in the same order on all
-        ranks; `held` has the ranges of each rank.
+        ranks; `held` has the ranges of each rank (`Source.held`).
 
         Raises:
             OSError: the first rank's disk is full; then all ranks raise.
@@ -127,7 +128,7 @@ class Agreement(Ranks):
         """
 
         def take(name: str, out_N: np.ndarray | None) -> int:
-            self.collect(shadow.bits[name], [ranges[name] for ranges in held], out_N)
+            self.collect(shadow.bits[name], [ranges.get(name, NOTHING) for ranges in held], out_N)
             return fingerprints[name]
 
         if self.rank:
@@ -183,6 +184,12 @@ class Agreement(Ranks):
             f"Two versions were lost for one cause, so it will not pass: {cause} Remove it; the next publish "
             "tries again, with full weights."
         )
+
+
+def _numbers(fingerprints: Fingerprints) -> list[int]:
+    """Return them width by width; no Python is called for a tensor."""
+    found: list[int] = np.concatenate([*fingerprints.of.values()]).tolist()
+    return found
 
 
 def _mapped(path: Path, size: int) -> np.ndarray:

@@ -20,7 +20,7 @@ from deltasync.errors import ConfigError, ModelMismatchError, get_logger
 from deltasync.kernels import native
 from deltasync.publish.agreement import Alone
 from deltasync.publish.detect import Difference, Traits, copied, have_traits, pieces, traits_of
-from deltasync.publish.ranges import Range, Stream, TensorRange, Tensors
+from deltasync.publish.ranges import NOTHING, Range, Stream, TensorRange, Tensors
 from deltasync.publish.shadow import Shadow
 from deltasync.tensors import TensorSpec, check_specs, fingerprint
 from deltasync.tensors.bits import bits_of, readable, served_name
@@ -74,7 +74,7 @@ class Source:
 
     Attributes:
         specs: The whole tensors, in the channel's order; once a stream was read, unless they were given.
-        held: The ranges that each rank publishes.
+        held: The ranges that each rank publishes, by name: of this rank all, of others those with an element.
         devices: Where the tensors of the first stream were.
         are_copies: Whether what `first` returned are copies on the host.
     """
@@ -247,16 +247,14 @@ class Source:
             if (
                 before is not None
                 and before.start < before.stop
-                and self.held[self._ranks.rank][name] == (0, 0)
+                and self.held[self._ranks.rank][name] == NOTHING
             ):
                 part = _nothing(part)
             held = readable(name, part.held)
             yield name, part if held is part.held else TensorRange(held, part.start, part.shape), is_whole
 
     def _published(self, pairs: Tensors, seen: dict[str, TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield what this rank publishes of the known tensors; fill `seen` with all of them, for
-        `check_specs`.
-        """
+        """Yield what this rank holds of the known tensors; fill `seen` with all of them, for `check_specs`."""
         for name, part, _ in self._parts(pairs):
             served, spec = served_name(name, part.held.dtype, self._rule), self.specs.get(name)
             if spec is not None and (spec.dtype, spec.shape) == (served, part.shape):
@@ -264,10 +262,7 @@ class Source:
                 yield name, part.held
             else:
                 seen[name] = TensorSpec(name, served, part.shape)
-        for name, spec in self.specs.items() if len(self._table) < len(self.specs) else ():
-            if name not in self._table:  # only other ranks hold it
-                seen[name] = spec
-                yield name, torch.empty(0, dtype=getattr(torch, spec.dtype), device="cpu")
+        seen |= {name: spec for name, spec in self.specs.items() if name not in self._table}  # of other ranks
 
     def _again(self, pairs: Any) -> list[torch.Tensor] | None:
         """Return the tensors of a stream if they differ from the known ones in their addresses and bits
@@ -295,10 +290,14 @@ class Source:
         """Find out who publishes what, from what each rank holds; the same at all ranks. Raises as
         `first`.
         """
+        given: dict[str, dict[int, _Held]] = {}  # of each tensor, by rank
+        for rank, table in enumerate(tables):
+            for name, each in table.items():
+                given.setdefault(name, {})[rank] = each
         specs: dict[str, TensorSpec] = {}
         held: list[dict[str, Range]] = [{} for _ in tables]
-        for name in {name: None for table in tables for name in table}:
-            found = {rank: table[name] for rank, table in enumerate(tables) if name in table}
+        held[self._ranks.rank] = dict.fromkeys(given, NOTHING)
+        for name, found in given.items():
             if len(found) < len(tables) and not lasts:
                 without = next(rank for rank in range(len(tables)) if rank not in found)
                 raise ModelMismatchError(
@@ -330,8 +329,6 @@ class Source:
                     f"{name} is whole at rank {whole[0]}, and a shard at rank {shards[0]}. {_GATHERED}"
                 )
             specs[name] = TensorSpec(name, first.dtype, first.shape)
-            for ranges in held:
-                ranges[name] = 0, 0
             for place, rank in published.items():
                 held[rank][name] = place
         if self._known:
@@ -406,9 +403,14 @@ def check_coverage(specs: Mapping[str, TensorSpec], held: Sequence[Mapping[str, 
         ConfigError: one rank publishes alone, and does not hold all of a tensor.
         ModelMismatchError: elements are missing, or held by several ranks.
     """
+    found: dict[str, list[Range]] = {name: [] for name in specs}
+    for ranges in held:
+        for name, (start, stop) in ranges.items():
+            if start < stop:
+                found[name].append((start, stop))
     for name, spec in specs.items():
         at = 0
-        for start, stop in sorted(ranges[name] for ranges in held if ranges[name][0] < ranges[name][1]):
+        for start, stop in sorted(found[name]):
             if start != at:
                 break
             at = stop

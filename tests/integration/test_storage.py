@@ -92,6 +92,7 @@ def test_a_compaction_is_stored_in_parts_one_group_of_tensors_each(
     memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("deltasync.ops.steps.GROUP_ELEMENTS", 20_000)
+    monkeypatch.setattr("deltasync.ops.steps.GROUP_CHANGED", 1)
     random, weights, store = np.random.default_rng(3), storage.model(200_000), open_store(memory_url)
     states = []
     with Publisher(store) as publisher:

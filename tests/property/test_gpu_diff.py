@@ -188,6 +188,17 @@ def test_all_tensors_of_all_widths_at_once_are_the_reference(pairs: list[Pair]) 
     _assert_finds(pairs)
 
 
+def test_tensors_of_which_only_other_ranks_hold_anything_are_not_compared() -> None:
+    old = {name: np.arange(300 * n, 300 * n + 300, dtype=np.uint16) for n, name in enumerate("abcd")}
+    known = _compared({name: _tensor(bits) for name, bits in old.items()})
+    new = {
+        name: bits + (np.arange(300) % 7 == 0).astype(np.uint16) * (name in "bd")
+        for name, bits in old.items()
+    }
+    found = known.shadow.compare([_tensor(new[name]) for name in "db"], ["d", "b"])
+    _check(known.shadow, found, old, new)
+
+
 @pytest.mark.parametrize("density", [0.0, 0.02, 0.3, 1.0])
 @pytest.mark.parametrize("width", [1, 2, 4, 8])
 def test_more_changes_than_slots_or_the_result_have_room_for(

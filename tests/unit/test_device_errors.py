@@ -29,7 +29,7 @@ def test_comparing_waits_for_the_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     comparison: Any = SimpleNamespace(
         move=lambda addresses: told.append("moved"), launch=lambda fill: lambda: nothing
     )
-    shadow._comparisons = {2: (comparison, np.array([0]), [])}
+    shadow._comparisons = {2: (comparison, np.array([0]), np.array([0]), [])}
     shadow.compare([torch.zeros(4, dtype=torch.bfloat16)])
     assert told == ["waited", "moved"]
 

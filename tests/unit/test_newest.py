@@ -42,8 +42,11 @@ def test_the_newest_folders_are_listed(store: FaultyStore) -> None:
     assert listed(store) == [keys.VERSIONS, keys.folder(62), keys.folder(52)]  # first the names of folders
 
 
-def test_a_join_reads_the_channel_and_head_once(store: FaultyStore) -> None:
+@pytest.mark.parametrize("has_head", [True, False])
+def test_a_join_reads_the_channel_and_head_once(store: FaultyStore, has_head: bool) -> None:
     made(store, 3)
+    if not has_head:
+        store.delete(keys.HEAD)
     store.calls.clear()
     assert Replica(store).sync() == 3
     assert [store.calls.count(("read", key)) for key in (keys.CHANNEL, keys.HEAD)] == [1, 1]
