@@ -162,7 +162,7 @@ test-newest: .venv-newest/.ready
 	$(<D)/bin/pip install --quiet --upgrade trl transformers
 	$(<D)/bin/pip list | grep -E '^(torch|transformers|trl|peft|accelerate|huggingface_hub) '
 	LONG_TESTS=1 $(<D)/bin/pytest -p no:cacheprovider -W default::FutureWarning -W default::DeprecationWarning -m 'not vllm' \
-	  $(filter-out %_server.py,$(wildcard tests/integration/test_trl_*.py)) tests/integration/test_transformers_serve.py \
+	  $(filter-out %_server.py %_adapter.py,$(wildcard tests/integration/test_trl_*.py)) tests/integration/test_transformers_serve.py \
 	  tests/integration/test_architectures.py tests/integration/test_module.py
 
 .venv-newest/.ready: pyproject.toml Makefile
@@ -222,6 +222,7 @@ test-router: setup
 # and workers. verl asks for an older transformers, which what is used of it here does not need.
 RAY ?= $(call tested,ray)
 VERL ?= $(call tested,verl)
+MEGATRON ?= $(call tested,megatron-core)
 test-ray: .venv-ray/.ready
 	@$(call apt,haproxy,haproxy)
 	packages() { "$$1" -c 'import site; print(site.getsitepackages()[0])'; }; export LONG_TESTS=1; \
@@ -233,7 +234,7 @@ test-ray: .venv-ray/.ready
 .venv-ray/.ready: $(VENV)/.ready Makefile
 	$(PYTHON) -m venv --clear .venv-ray
 	.venv-ray/bin/pip install --quiet 'ray[serve]==$(RAY)'
-	.venv-ray/bin/pip install --quiet --no-deps verl==$(VERL) 'tensordict<0.11' codetiming hydra-core omegaconf \
+	.venv-ray/bin/pip install --quiet --no-deps verl==$(VERL) megatron-core==$(MEGATRON) 'tensordict<0.11' codetiming hydra-core omegaconf \
 	  antlr4-python3-runtime==4.9.3 torchdata pyvers orjson
 	touch $@
 

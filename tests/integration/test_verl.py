@@ -14,6 +14,7 @@ import torch
 
 from deltasync.channel.reading import ChannelReader
 from deltasync.stores import open_store
+from tests.integration.test_sharded import torchrun
 
 pytestmark = pytest.mark.slow
 ray = pytest.importorskip("ray", reason="Ray is not installed: make test-ray")
@@ -157,3 +158,8 @@ def test_rollouts_get_the_bits_of_each_step(cluster: None, tmp_path: Path) -> No
     assert all(names == ["a", "b"] * 3 for names in actors.names())  # all actors took part in gathering
     reader = ChannelReader(open_store(channel))
     assert [reader.numbered(number).record.step for number in (1, 2, 3)] == [1, 2, 3]
+
+
+def test_megatrons_ranks_stream_the_checkpoints_tensors_and_publish_none_alone(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", reason="megatron-core is not installed: make test-ray")
+    torchrun(2, tmp_path / "ranks", script="megatron_ranks.py")
