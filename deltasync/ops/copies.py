@@ -150,7 +150,9 @@ class Copier:
             there.clear()
         slots = (slot for slot, found in held.records.items() if found is not None and found.is_version)
         last = max(slots, key=lambda slot: slot.newness, default=None)
-        newest = None if last is None else source.slot(last)
+        newest = None
+        if last is not None:  # it is read from a target, to cross a slow line once
+            newest = ChannelReader(self._targets[0][0], source.trusted).slot(last) or source.slot(last)
         copied.version = None if newest is None else newest.version
 
     def copy(
