@@ -10,7 +10,6 @@ no table per architecture.
 from __future__ import annotations
 
 import contextlib
-import copy
 import dataclasses
 from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -41,12 +40,13 @@ class Loader:
     computed: Callable[[torch.nn.Module], dict[str, torch.Tensor]] = lambda _: {}
 
     def as_loaded(
-        self, model: torch.nn.Module
+        self, model: torch.nn.Module, *, restored: bool = True
     ) -> tuple[torch.nn.Module, dict[torch.nn.Module, torch.nn.Module]]:
         """Return a loaded model as its `load_weights` expects it, without LoRA's wrappers.
 
         Its modules are copies that share all other tensors with `model`, which is not touched. Also returns
-        their originals.
+        their originals. `restored` is False where the caller restores the layers that it loads: `restore` is
+        then called for modules with a `load_weights` of their own alone.
         """
         copies: dict[torch.nn.Module, torch.nn.Module] = {}
 
@@ -54,10 +54,15 @@ class Loader:
             if any(base.__name__ == "BaseLayerWithLoRA" for base in type(module).__mro__):
                 module = module.base_layer  # type: ignore[assignment]
             if module not in copies:
-                twin = copies[module] = copy.copy(module)
-                twin._parameters, twin._buffers = dict(module._parameters), dict(module._buffers)
-                self.restore(twin, module)
-                twin._modules = {name: child and copy_of(child) for name, child in module._modules.items()}
+                held = vars(module)
+                twin = copies[module] = module.__new__(type(module))
+                own = {name: dict(held[name]) for name in ("_parameters", "_buffers")}
+                vars(twin).update(held | own)
+                if restored or "load_weights" in held:
+                    self.restore(twin, module)
+                vars(twin)["_modules"] = {
+                    name: child and copy_of(child) for name, child in module._modules.items()
+                }
             return copies[module]
 
         return copy_of(model), {twin: module for module, twin in copies.items()}

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Iterable, Mapping, Set
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from deltasync.errors import FingerprintMismatchError, ModelMismatchError, StageError
 from deltasync.tensors.bits import bits_of
+from vllm_plugin.load import layers
 from vllm_plugin.load.fallback import Mirror, _kept_attributes
 from vllm_plugin.load.layers import tensors_of
 from vllm_plugin.load.twin import Made, Twins, _Separate, other_values, overlaps, values
@@ -385,3 +389,46 @@ def test_a_model_whose_reload_packs_weights_outside_of_torch_is_refused_and_unto
     with pytest.raises(ModelMismatchError, match=r"another Deep\.quant_method\.kernel\.handle"):
         mirror.prove()
     assert layer.quant_method.kernel.handle is handle
+
+
+def test_a_model_whose_workers_exchange_scales_while_they_load_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """As online FP8 under tensor parallelism, where a collective of a twin would meet those of the steps."""
+    layer, tensors = Scaled(), {"w": torch.zeros(4, 6)}
+    mirror = Mirror(layer, None, {"w": {layer}}, tensors)
+
+    def reload(_: Iterable[str]) -> float:
+        largest = tensors["w"].max()
+        torch.distributed.all_reduce(largest, op=torch.distributed.ReduceOp.MAX)
+        layer.weight.data.copy_(quantized(tensors["w"]))
+        layer.scale.copy_(largest)
+        return 0.0
+
+    monkeypatch.setattr(mirror, "reload", reload)
+    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/group", rank=0, world_size=1)
+    try:
+        with pytest.raises(ModelMismatchError, match="its workers exchange scales"):
+            mirror.prove()
+    finally:
+        torch.distributed.destroy_process_group()
+    assert float(layer.scale) == float(layer.weight.float().max()) == 0
+
+
+def test_a_worker_finds_the_largest_value_of_a_divided_layer_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def ask(amax: torch.Tensor, is_sharded: bool) -> torch.Tensor:
+        raise AssertionError("asks other workers")
+
+    online = SimpleNamespace(amax_for_tp_weight_quant=ask)
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.quantization.online.fp8", online)
+    rng = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(4, 6, generator=rng).to(torch.bfloat16) for _ in range(2))
+    with layers.alone([gate, torch.full((4,), 9.0)]):
+        by_row = online.amax_for_tp_weight_quant(torch.zeros(4, 1, dtype=torch.bfloat16), True)
+        kept = online.amax_for_tp_weight_quant(torch.ones(1), False)
+    with layers.alone([gate, up]):
+        of_both = online.amax_for_tp_weight_quant(torch.zeros(1, dtype=torch.bfloat16), True)
+    assert torch.equal(by_row, gate.abs().amax(1, keepdim=True))
+    assert kept.tolist() == [1]
+    assert torch.equal(of_both, torch.cat([gate, up]).abs().max().reshape(1))
+    assert online.amax_for_tp_weight_quant is ask

@@ -503,6 +503,24 @@ class TestHanded:
         assert of.stage(handed([stored])) is False
 
 
+def test_a_copy_for_a_loader_that_restores_layers_itself_leaves_them_as_they_are() -> None:
+    """A model has hundreds of layers, and one of them is loaded at a time."""
+    model = torch.nn.Sequential(Model(), Model())
+    model[1].load_weights = lambda _: None
+    restored = list[torch.nn.Module]()
+    loader = load_plan.Loader("test", lambda twin, module: restored.append(module))
+    loaded, originals = loader.as_loaded(model, restored=False)
+    assert restored == [model[1]]
+    assert {*originals.values()} == {*model.modules()} and not {*originals} & {*model.modules()}
+    assert loaded[0].plain is model[0].plain
+    del loaded[0]._parameters["plain"]
+    loaded[0].added = 1
+    assert "plain" in model[0]._parameters and not hasattr(model[0], "added")
+    restored.clear()
+    loader.as_loaded(model)
+    assert {*restored} == {*model.modules()}
+
+
 class Impl:
     """As FlashInfer's attention: a copy of the sinks in float32, made anew in place, or not."""
 

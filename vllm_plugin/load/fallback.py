@@ -15,6 +15,7 @@ from typing import Any, TypeGuard
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.channel.documents import sha256_hex
 from deltasync.errors import CommitError, FingerprintMismatchError, ModelMismatchError
@@ -143,7 +144,13 @@ class Mirror:
         registered = {layer: (dict(layer._parameters), dict(layer._buffers)) for layer in layers}
         problem = cause = None
         try:
-            stale, changing, has_twins = self._stale(names, before, covered)
+            with _Collectives() as asked:  # type: ignore[no-untyped-call]
+                stale, changing, has_twins = self._stale(names, before, covered)
+            if asked.found:
+                raise RuntimeError(
+                    "its workers exchange scales, which they cannot do while they compute: serve it with one "
+                    "worker, or without quantization"
+                )
             idle = stale + (self._idle(names, before) if one_by_one else [])
             if idle:
                 problem = f"does not change {idle[0]}"
@@ -365,9 +372,23 @@ class Mirror:
                 prepare_reload(layer)
                 initialize_layerwise_reload(layer)
             weights = {name: self._tensors[name] for name in names}
-            load(LOADER.as_loaded(self._model)[0], self._config, layers, weights)
+            load(LOADER.as_loaded(self._model, restored=False)[0], self._config, layers, weights)
         self.dirty = set()
         return time.perf_counter() - before
+
+
+class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
+    """Notes whether this thread asks other workers.
+
+    Twins are made by each worker alone, while all of them compute. A collective would wait for a worker whose
+    twin has failed, or would be taken for one of the computation.
+    """
+
+    found = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found |= func.namespace in ("c10d", "_c10d_functional")
+        return func(*args, **(kwargs or {}))
 
 
 def _attributes(layers: Iterable[torch.nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -39,6 +40,35 @@ def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 LOADER = load_plan.Loader("vLLM", restore, computed_parameters)
 """How vLLM loads models."""
+
+
+@contextlib.contextmanager
+def alone(weights: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Have vLLM's online FP8, in the body, find the largest values of layers that workers divide in these whole
+    weights, which are on the host, instead of asking the other workers.
+
+    Workers load twins while all of them compute: a collective would wait for a worker whose twin failed, or
+    would be taken for another one.
+    """
+    online: Any = sys.modules.get("vllm.model_executor.layers.quantization.online.fp8")
+    if not hasattr(online, "amax_for_tp_weight_quant"):
+        yield
+        return
+    reduce = online.amax_for_tp_weight_quant
+    matrices = [weight for weight in weights if weight.ndim > 1]
+
+    def of_whole(amax: torch.Tensor, is_sharded: bool) -> torch.Tensor:
+        if not is_sharded:
+            return amax
+        rows = [matrix.abs().amax(-1, keepdim=True) for matrix in matrices]
+        found = torch.stack(rows if amax.ndim > 1 else [row.max().reshape(1) for row in rows])
+        return found.amax(0).to(amax)
+
+    online.amax_for_tp_weight_quant = of_whole
+    try:
+        yield
+    finally:
+        online.amax_for_tp_weight_quant = reduce
 
 
 def parts(layer: torch.nn.Module) -> dict[str, Any]:

@@ -25,7 +25,7 @@ from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import bits_of, dtype_name, int_view
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
-from vllm_plugin.load.layers import LOADER, is_part, parts, prepare_reload, tensors_of
+from vllm_plugin.load.layers import LOADER, alone, is_part, parts, prepare_reload, tensors_of
 
 Weights = Mapping[str, torch.Tensor]
 Made = dict[torch.nn.Module, dict[str, torch.Tensor]]
@@ -45,11 +45,12 @@ def load(loaded: torch.nn.Module, config: Any, layers: Iterable[torch.nn.Module]
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    try:
-        loaded.load_weights(weights.items())  # type: ignore[operator]
-    finally:
-        for layer in layers:
-            finalize_layerwise_reload(layer, config)
+    with alone(weights.values()):
+        try:
+            loaded.load_weights(weights.items())  # type: ignore[operator]
+        finally:
+            for layer in layers:
+                finalize_layerwise_reload(layer, config)
 
 
 def make(model: torch.nn.Module, config: Any, layers: Set[torch.nn.Module], weights: Weights) -> Made:
@@ -62,7 +63,7 @@ def make(model: torch.nn.Module, config: Any, layers: Set[torch.nn.Module], weig
     from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
 
-    loaded, originals = LOADER.as_loaded(model)
+    loaded, originals = LOADER.as_loaded(model, restored=False)
     twins = {layer: twin for twin, layer in originals.items()}
     modules = {module for layer in layers for module in twins[layer].modules()}
     separate = _Separate(twins)
