@@ -32,12 +32,13 @@ from deltasync.errors import ConfigError
 from deltasync.opening.adapter_base import AdapterBase
 from deltasync.tensors.bits import readable
 from deltasync.trainer.stream import (
+    MARKS,
     QUANTIZATION,
     TensorRange,
     by_rows,
     empty_like,
     is_range,
-    live_state,
+    live_tensors,
     module_tensors,
     part_of,
     unwrapped,
@@ -103,18 +104,21 @@ def check_form_of(model: torch.nn.Module, adapter_only: bool | str = False) -> N
         check_form(model, held, saved_form(model, held))
 
 
-def held_tensors(model: torch.nn.Module) -> dict[str, Any]:
+def held_tensors(model: torch.nn.Module, live: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return parameters and persistent buffers by their name in memory, each storage once; they alias the
     live weights.
 
-    Of a sharded tensor it is this process's part: a `DTensor` from FSDP2, a `TensorRange` from ZeRO-3.
+    Of a sharded tensor it is this process's part: a `DTensor` from FSDP2, a `TensorRange` from ZeRO-3. `live`
+    are the tensors, where none is marked as a shard; by default they are asked for.
     """
-    ignored = set(getattr(unwrapped(model), "_keys_to_ignore_on_save", None) or ())
-    return {
-        name: part_of(name, tensor) if hasattr(tensor, "ds_id") else tensor
-        for name, tensor in module_tensors(model).items()
-        if name not in ignored
-    }
+    if live is None:
+        live = {
+            name: part_of(name, tensor) if hasattr(tensor, "ds_id") else tensor
+            for name, tensor in module_tensors(model).items()
+        }
+    for name in getattr(unwrapped(model), "_keys_to_ignore_on_save", None) or ():
+        live.pop(name, None)
+    return live
 
 
 @torch.no_grad()
@@ -243,8 +247,11 @@ def stream_of(model: torch.nn.Module, adapter_only: bool | str = False) -> Itera
     The tensors of a dict's items alias the live weights or stay in memory; those of an iterator are made when
     asked for. Raises like `check_publishable`.
     """
-    if not adapter_only and _is_plain(model):  # which the checks below would find with four walks
-        return _whole(model).items()
+    live = None if adapter_only or is_peft(model) else live_tensors(model)
+    if live is not None and all(map(MARKS.isdisjoint, map(vars, live.values()))):
+        return _whole(
+            model, live
+        ).items()  # the checks below would find with four walks that it has no shards
     check_publishable(model, adapter_only)
     if is_sharded(model):
         held = adapter.shards(model, adapter_only) if adapter_only else held_tensors(model)
@@ -258,19 +265,11 @@ def stream_of(model: torch.nn.Module, adapter_only: bool | str = False) -> Itera
     return _whole(model).items()
 
 
-def _is_plain(model: torch.nn.Module) -> bool:
-    """Whether the model has neither adapters nor shards; False where that takes a closer look."""
-    state = live_state(model)
-    return (
-        state is not None
-        and not is_peft(model)
-        and not any(hasattr(each, "ds_id") for each in state.values())
-    )
-
-
-def _whole(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a checkpoint of a model that is neither sharded nor adapted."""
-    held = held_tensors(model)
+def _whole(model: torch.nn.Module, live: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    """Return the tensors of a checkpoint of a model that is neither sharded nor adapted; `live` as in
+    `held_tensors`.
+    """
+    held = held_tensors(model, live)
     saved = as_saved(model, held)
     check_form(model, held, saved)
     return saved

@@ -83,6 +83,18 @@ def measure(element_count: int) -> dict[str, Any]:
     return {"device": name, "torch": torch.__version__, "rows": rows, "failures": failures}
 
 
+def _module(weights: dict[str, Any]) -> Any:
+    """Return a module of as many modules as tensors, each with one of them."""
+    import torch
+
+    root = torch.nn.Module()
+    for number, tensor in enumerate(weights.values()):
+        part = torch.nn.Module()
+        part.weight = torch.nn.Parameter(tensor, requires_grad=False)
+        root.add_module(str(number), part)
+    return root
+
+
 class _Case:
     """One model of a trainer, and its shadow."""
 
@@ -120,6 +132,7 @@ class _Case:
         import torch
 
         from benchmarks.gpu.machine import random_positions
+        from deltasync.trainer.stream import module_tensors
 
         element_bytes = self.flat.element_size()
         copy_s = self._median_s(lambda: self.flat.clone())
@@ -164,6 +177,8 @@ class _Case:
         yield self._row(
             "checking the stream", self._median_s(lambda: self.source._again(self.weights.items()))
         )
+        module = _module(self.weights)
+        yield self._row("finding them in a module", self._median_s(lambda: module_tensors(module)))
 
     def _change(self, at_K: Any) -> None:
         import torch

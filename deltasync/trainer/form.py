@@ -65,6 +65,9 @@ _METHODS = {name: getattr(Module, name) for name in ("state_dict", "_save_to_sta
 _SHARDED = {"FSDPModule", "FullyShardedDataParallel"}
 """Classes of modules that replace their parameters while a model runs."""
 
+LEFT_OUT = "_ddp_params_and_buffers_to_ignore"
+"""An attribute of a module by which DDP is told which tensors may differ between processes."""
+
 
 class _Form(NamedTuple):
     """The names of a `state_dict`, and all that decides them.
@@ -88,8 +91,8 @@ _FORMS: weakref.WeakKeyDictionary[Module, _Form] = weakref.WeakKeyDictionary()
 def live_state(module: Module) -> dict[str, torch.Tensor] | None:
     """Return the parameters and buffers of a module's `state_dict` by their names without wrappers, live.
 
-    None if hooks or methods of its own make the `state_dict`, or if a tensor may be a shard, is lazy or has a
-    class of its own.
+    None if hooks or methods of its own make the `state_dict`, if a tensor may be a shard, is lazy or has a
+    class of its own, or if DDP leaves some out.
     """
     outline, values = list[Any](), list[Any]()
     try:
@@ -113,7 +116,7 @@ def _read(module: Module, outline: list[Any], values: list[Any]) -> None:
     for a name without one.
 
     Raises:
-        LookupError: hooks or methods of its own make its `state_dict`.
+        LookupError: hooks or methods of its own make its `state_dict`, or DDP leaves out some of it.
     """
     held = vars(module)
     if (
@@ -121,6 +124,7 @@ def _read(module: Module, outline: list[Any], values: list[Any]) -> None:
         or held["_state_dict_pre_hooks"]
         or "state_dict" in held
         or "_save_to_state_dict" in held
+        or LEFT_OUT in held
     ):
         raise LookupError
     parameters, buffers, children = held["_parameters"], held["_buffers"], held["_modules"]
@@ -155,6 +159,7 @@ def _learned(module: Module, outline: list[Any], values: list[Any]) -> _Form:
 
 
 def _is_torchs(kind: type) -> bool:
-    """Whether torch makes the `state_dict` of modules of a class, of parameters that stay."""
+    """Whether torch makes the `state_dict` of modules of a class, of parameters that stay, and are alike."""
     are_torchs = all(getattr(kind, name) is method for name, method in _METHODS.items())
+    are_torchs = are_torchs and not hasattr(kind, LEFT_OUT)
     return are_torchs and _SHARDED.isdisjoint(base.__name__ for base in kind.__mro__)

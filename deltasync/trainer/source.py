@@ -28,7 +28,6 @@ from deltasync.trainer.stream import (
     MARKS,
     addresses_of,
     check_alike,
-    check_ignored,
     empty_like,
     fp8_blocks,
     gathered_places,
@@ -184,9 +183,7 @@ class Source:
         """Return a stream's pairs, quantized if that is the served dtype, and whether they can be read
         again.
         """
-        if self._is_alone and isinstance(stream, torch.nn.Module):
-            check_ignored(stream)
-        pairs: Any = tensors_of(stream)
+        pairs: Any = tensors_of(stream, self._is_alone)
         pairs = fp8_blocks(map(pair_of, pairs)) if self._dtype == "fp8" else pairs
         return pairs, isinstance(pairs, ItemsView | Sequence)
 

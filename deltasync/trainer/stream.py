@@ -29,17 +29,17 @@ from deltasync.publish.ranges import Stream as Stream
 from deltasync.publish.ranges import Tensor, Tensors
 from deltasync.publish.ranges import TensorRange as TensorRange
 from deltasync.tensors.bits import address_of, cast, dtype_for, is_wrapper, readable
-from deltasync.trainer.form import live_state as live_state
+from deltasync.trainer.form import LEFT_OUT, live_state
 from deltasync.trainer.form import plain_names as plain_names
 from deltasync.trainer.form import unwrapped as unwrapped
 
 
-def tensors_of(stream: Stream) -> Tensors:
+def tensors_of(stream: Stream, alone: bool = False) -> Tensors:
     """Return the stream's pairs, not yet checked (`pair_of`); raise ModelMismatchError if it has none or is
-    none.
+    none. `alone` is as in `module_tensors`.
     """
     if isinstance(stream, torch.nn.Module):
-        stream = module_tensors(stream)
+        stream = module_tensors(stream, alone)
     elif callable(stream):
         stream = stream()
     pairs = stream.items() if isinstance(stream, Mapping) else stream
@@ -51,28 +51,41 @@ def tensors_of(stream: Stream) -> Tensors:
     return pairs
 
 
-def module_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+def live_tensors(module: torch.nn.Module) -> dict[str, torch.Tensor] | None:
+    """As `module_tensors`, by one call for each module; None for one that has to be walked (`live_state`)."""
+    if (state := live_state(module)) is not None:
+        for name in _doubled(_sharing(state), {}, _tied(module)):
+            del state[name]
+    return state
+
+
+def _tied(module: torch.nn.Module) -> list[str]:
+    """Return patterns of the names that from_pretrained ties to another one: keys of a dict from transformers 5
+    on.
+    """
+    return list(getattr(unwrapped(module), "_tied_weights_keys", None) or ())
+
+
+def module_tensors(module: torch.nn.Module, alone: bool = False) -> dict[str, torch.Tensor]:
     """Return parameters and persistent buffers by the names of a checkpoint: without wrappers, each memory
     once.
 
     They are the live weights, or alias them. Tied ones are one parameter, or begin at one address with one
     dtype, shape and stride; of these it is that which `from_pretrained` ties the others to, else the first.
     Of a model that FSDP2 or ZeRO-3 shards they are this process's shards, also after an evaluation, which
-    leaves some parameters gathered.
+    leaves some parameters gathered. `alone` says whether one of several processes publishes.
 
     Raises:
-        ConfigError: FSDP1 shards a part of the module.
+        ConfigError: FSDP1 shards a part of the module; or it is published alone, and DDP leaves out some of it.
         ModelMismatchError: its state_dict has a value that is no tensor, such as packed weights or an extra
             state.
     """
-    # Patterns of the names that from_pretrained ties to another one: a list, from transformers 5 on a dict.
-    tied = list(getattr(unwrapped(module), "_tied_weights_keys", None) or ())
-    if (state := live_state(module)) is not None:
-        for name in _doubled(_sharing(state), {}, tied):
-            del state[name]
-        return state
+    if (live := live_tensors(module)) is not None:
+        return live
+    if alone:
+        _check_ignored(module)
     state, held = _walked(module)
-    doubled = _doubled(state, held, tied)
+    doubled = _doubled(state, held, _tied(module))
     return {name: tensor for name, tensor in state.items() if name not in doubled}
 
 
@@ -264,14 +277,14 @@ def check_alike(name: str, tensor: torch.Tensor) -> None:
             raise ConfigError(f"{name} is a part of a tensor that tensor parallelism cuts. {_LOCAL_CURE}")
 
 
-def check_ignored(module: torch.nn.Module) -> None:
+def _check_ignored(module: torch.nn.Module) -> None:
     """Check that DDP keeps all parameters of a module equal in all processes.
 
     Raises:
         ConfigError: it was told to leave some out, as those of local experts are.
     """
     for part in module.modules():
-        ignored = {*(getattr(part, "_ddp_params_and_buffers_to_ignore", None) or ())}
+        ignored = {*(getattr(part, LEFT_OUT, None) or ())}
         if left := sorted(ignored & {name for name, param in part.named_parameters() if param.requires_grad}):
             raise ConfigError(
                 f"{left[0]} is left out of DDP, so other processes hold other values. {_LOCAL_CURE}"

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, ItemsView, Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from unittest import mock
 
 import pytest
 import torch
@@ -29,6 +30,7 @@ from deltasync.channel import keys
 from deltasync.channel.documents import VersionId
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ChannelInUseError, ConfigError, PublishError
+from deltasync.trainer import stream
 from deltasync.trainer.stream import TensorRange
 from demo import model as demo_model
 from tests.conftest import assert_same_bits
@@ -374,7 +376,9 @@ def test_tensors_that_stay_are_handed_over_as_a_dicts_items() -> None:
     """So that the publisher compares them together; those that are made one at a time come from an
     iterator.
     """
-    assert isinstance(gather.stream_of(tiny_model()), ItemsView)
+    with mock.patch.object(stream, "live_state", wraps=stream.live_state) as read:
+        assert isinstance(gather.stream_of(tiny_model()), ItemsView)
+    assert read.call_count == 1
     held = gather.held_tensors(tiny_model())
     assert isinstance(shards_as_saved(tiny_model(), held, 0), ItemsView)
     experts = tiny_moe()

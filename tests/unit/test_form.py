@@ -16,6 +16,8 @@ from torch import nn
 from torch.nn.utils import parametrize
 
 from deltasync import Publisher
+from deltasync.errors import ConfigError
+from deltasync.trainer.form import LEFT_OUT
 from deltasync.trainer.stream import module_tensors
 from tests.builders import assert_holds
 
@@ -176,9 +178,22 @@ def test_a_module_of_the_same_form_is_read_with_one_call_for_each_module() -> No
     assert first > 5 * len([*model.modules()])
     CHANGES["parameter replaced"](model)
     assert calls(lambda: module_tensors(model)) == second
+    assert calls(lambda: module_tensors(model, alone=True)) == second
     model.norms.extend(nn.Linear(2, 2) for _ in range(200))
     module_tensors(model)
     assert calls(lambda: module_tensors(model)) == second + 200
+
+
+@pytest.mark.parametrize("is_of_class", [False, True])
+def test_a_module_of_which_ddp_leaves_out_some_is_refused_alone(
+    is_of_class: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Tied()
+    module_tensors(model, alone=True)
+    monkeypatch.setattr(Tied if is_of_class else model, LEFT_OUT, ["first.weight"], raising=False)
+    with pytest.raises(ConfigError, match="is left out of DDP"):
+        module_tensors(model, alone=True)
+    assert module_tensors(model).keys() == fresh(model).keys()
 
 
 def calls(run: Callable[[], object]) -> int:
