@@ -221,7 +221,8 @@ class Workers:
             self._actions.clear()
 
     def close(self) -> None:
-        """Wait until all actions have run."""
+        """Wait until all actions have run. From now on a thread that has nothing to do ends at once."""
+        self._idle_s = 0.0
         while self.busy:
             self.start()
             with self.lock:
