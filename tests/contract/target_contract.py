@@ -192,7 +192,7 @@ class TargetContract:
         else:
             expected = "NotPublishedError"
         bench.follow.poke()
-        wait_until(lambda: bench.follow.state == "failed")
+        wait_until(lambda: bench.follow.state == "failed" and expected in (bench.follow.error or ""))
         for _ in range(20):
             assert bench.follow.state == "failed" and expected in (bench.follow.error or "")
             time.sleep(0.01)

@@ -59,7 +59,6 @@ MUTANTS = {
         "trusted = self._keys.get(name)",
         "trusted = _public_keys([name])[name]",
         "forged",
-        lately=2,
     ),
     "a damaged object ends the search": Mutant(
         "deltasync.channel.plan",
@@ -97,7 +96,7 @@ MUTANTS = {
         "Skip(time.monotonic() + SKIP_S, str(why))",
         "Skip(math.inf, str(why))",
         "damaged parts",
-        lately=22,
+        lately=11,
     ),
     "an error is remembered for ever": Mutant(
         "deltasync.following.cursor",
@@ -164,7 +163,7 @@ MUTANTS = {
         "if newest > (number if is_gone else self._claim):",
         "if False:",
         "hub rival",
-        lately=21,
+        lately=47,
     ),
     "a claim is believed before it is read back": Mutant(
         "deltasync.stores.leased",
@@ -178,7 +177,7 @@ MUTANTS = {
         "        if found is None:\n            return None\n        if (following",
         "        if not isinstance(found, StoredRecord):\n            return None\n        if (following",
         "s3 rival rot",
-        lately=7,
+        lately=4,
     ),
     "a log is not sealed": Mutant(
         "deltasync.opening.acquire",
@@ -191,7 +190,7 @@ MUTANTS = {
         "or found.sha256 in seen:",
         "or found.sha256:",
         "s3 rival damaged",
-        lately=7,
+        lately=11,
     ),
     "two epochs have one number": Mutant(
         "deltasync.opening.acquire", "keys.new_epoch(1 + max(", "keys.new_epoch(1 + 0 * max(", "s3 rival"
@@ -262,7 +261,7 @@ MUTANTS = {
         "            held['submit'] = lambda *jobs: (held.pop('submit'), "
         "self._uploader.submit(*jobs), shadow.apply(found))\n",
         "",
-        lately=2,
+        lately=3,
     ),
     # ranks
     "a rank that is lost is waited for": Mutant(
