@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
 import itertools
 import json
 import queue
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 from datasets import Dataset
 from transformers import AutoTokenizer, TrainerCallback
 
@@ -23,6 +25,11 @@ import tests.integration.trainers  # noqa: F401 - sets what TRL reads of the env
 from deltasync import Replica
 from tests.answers import Answers, Asked
 from trl_callback import DeltaSyncCallback
+
+needs_vllm = pytest.mark.skipif(
+    importlib.util.find_spec("vllm") is None,
+    reason="TRL makes its rollout worker and its client only where vLLM is installed",
+)
 
 
 class Completions(Answers):

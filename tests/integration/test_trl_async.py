@@ -24,7 +24,7 @@ from deltasync.serve import heartbeat
 from demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.integration import trainers
-from tests.integration.async_trainers import make_async_trainer, make_distillation_trainer
+from tests.integration.async_trainers import make_async_trainer, make_distillation_trainer, needs_vllm
 from tests.integration.trainers import (
     Bits,
     Fleet,
@@ -214,6 +214,7 @@ def test_a_transfer_of_another_kind_is_refused_before_training(checkpoint: Path,
     assert "start" not in events
 
 
+@needs_vllm
 def test_a_callback_that_comes_after_the_transfer_was_built_is_refused(
     checkpoint: Path, memory_url: str
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_callback_that_comes_after_the_transfer_was_built_is_refused(
     assert late.history == []
 
 
+@needs_vllm
 def test_the_next_trainer_has_a_transfer_of_its_own(
     checkpoint: Path, memory_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +291,7 @@ def test_a_trl_that_calls_its_transfer_otherwise_is_refused_before_training(
     assert "start" not in events
 
 
+@needs_vllm
 def test_log_probabilities_of_another_distribution_are_refused_before_training(
     checkpoint: Path, memory_url: str
 ) -> None:

@@ -17,7 +17,7 @@ from deltasync import open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import ConfigError
 from tests.integration import trainers
-from tests.integration.async_trainers import Completions, grpo_sample, make_async_trainer
+from tests.integration.async_trainers import Completions, grpo_sample, make_async_trainer, needs_vllm
 from tests.integration.trainers import TOKEN_METRICS, Fleet
 from trl_callback import DeltaSyncCallback
 from trl_callback.compat import _watch_queue
@@ -46,6 +46,7 @@ def _ended_halves(fleet: Fleet, asked: dict[str, Any]) -> tuple[Any, ...]:
     return asked["prompt"][-4:], [(live, 4)]
 
 
+@needs_vllm
 @pytest.mark.parametrize(
     ("max_token_lag", "oldest"), [pytest.param(None, [0, 1, 2], marks=pytest.mark.slow), (0, [0, 1, 1])]
 )

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from demo import model as demo_model
 from tests.conftest import assert_same_bits
 from tests.integration import trainers
-from tests.integration.async_trainers import Completions, make_async_trainer
+from tests.integration.async_trainers import Completions, make_async_trainer, needs_vllm
 from tests.integration.trainers import Fleet, published_bits, saved_bits
 from tests.waiting import wait_until
 from trl_callback import DeltaSyncCallback
@@ -109,6 +109,7 @@ def _turns(
     return turn
 
 
+@needs_vllm
 def test_each_turn_has_its_own_version(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
