@@ -103,6 +103,7 @@ ENTRIES = {
     "join": Entry(3, "-m benchmarks.join --gigabytes 1.19 --json", _no_memory(12)),
     "scale": Entry(10, "-m benchmarks.scale --json", _no_memory(20)),
     "age": Entry(2, "-m benchmarks.age --json", _no_memory(8)),
+    "trillion": Entry(3, "-m benchmarks.trillion --json", _no_memory(8)),
     "cost_sheet": Entry(2, "-m benchmarks.cost_sheet --json", _without("moto")),
     "lag": Entry(5, "-m benchmarks.lag small large idle --json", _without("moto")),
     "outage": Entry(5, "-m benchmarks.outage --json", _without("moto")),

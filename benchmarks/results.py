@@ -432,6 +432,8 @@ TABLES: dict[str, Callable[[], Iterator[str]]] = {
     "fleet-replicas": _of_command("fleet", function="followed"),
     "fleet-trainer": _of_command("fleet", function="trained"),
     "fleet-polls": _of_command("fleet", function="polls"),
+    "trillion-bars": _of_command("trillion", function="bars"),
+    "trillion-roles": _of_command("trillion", function="roles"),
     "scale": _of_command("scale", function="measured"),
     "scale-computed": _of_command("scale", function="computed"),
     "wordle": _of_command("wordle", "demo"),
