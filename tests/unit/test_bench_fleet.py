@@ -36,8 +36,9 @@ def test_a_version_costs_a_replica_one_read_and_the_trainer_nothing(
         published.calls.clear()
         version, _ = trainer.publish()
         wait_until(lambda: ("put", keys.HEAD) in published.calls)
-        writes = Counter(verb for verb, _ in published.calls if verb in ("put", "create"))
-        assert writes == {"create": 1, "put": 1}  # the record, and head, for any number of replicas
+        writes = [key.partition("/")[0] for verb, key in published.calls if verb in ("put", "create")]
+        # the record, and head, for any number of replicas; a slow machine may still learn the store's time
+        assert sorted({*writes} - {"probe"}) == [keys.HEAD, "versions"] and writes.count("versions") == 1
         followed.calls.clear()
         replicas.take(version)
         found = asked(followed)
