@@ -17,6 +17,8 @@ from tests.interpreter import HAS_TRITON, INTERPRETED, run_again
 COMPILES = HAS_TRITON and not INTERPRETED
 
 if COMPILES:
+    from triton import knobs
+
     from deltasync.codec import tiles
     from deltasync.gpu import classes as gpu_classes
     from deltasync.gpu import codec as on_device
@@ -41,6 +43,26 @@ def test_decoding_compiles_nothing_that_warming_up_has_not(
             _decode(device, dtype, width, (rows, columns), every)
         assert _compiled() == warm
     assert len(found) == warm
+
+
+@pytest.mark.skipif(not COMPILES, reason="no triton that compiles")
+def test_vllms_monitor_of_compilations_finds_none_while_serving() -> None:
+    """In mode `error`, as vLLM activates it behind its warm-up. It raises where nothing was warmed up."""
+    monitor = pytest.importorskip("vllm.utils.jit_monitor", exc_type=ImportError)
+    hooks = ("_setup_triton_autotuning_print", "_setup_cutedsl_jit_hook", "_setup_tilelang_jit_hook")
+    of_others = dict.fromkeys(hooks, lambda: None)
+    nothing_runs = mock.patch.object(torch.Tensor, "all", lambda *_: True)
+    with (
+        compiling("sm_90", gpu_coder, gpu_classes),
+        nothing_runs,
+        mock.patch.multiple(monitor, HAS_TRITON=True, _active=False, **of_others),
+        mock.patch.object(knobs.runtime, "jit_post_compile_hook", None),
+    ):
+        on_device.warm_up.__wrapped__(StandIn(), 2)
+        monitor.activate(mode="error")
+        _decode(StandIn(), "bfloat16", 2, (256, 256), 3)
+        with pytest.raises(RuntimeError, match="compilation during inference"):
+            on_device.warm_up.__wrapped__(StandIn(), 1)
 
 
 def _compiled() -> int:
