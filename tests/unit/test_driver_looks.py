@@ -294,9 +294,8 @@ def test_a_heartbeat_that_hangs_does_not_keep_following_waiting(
                 trainer.publish()
                 assert await driver.reach(version) == version
         store.heal()
-        await until(lambda: list(store.inner.list(keys.REPLICAS)))
-        (beat,) = heartbeat.read_all(store.inner, "run")
-        assert (beat.state, beat.version) == ("stopped", 3)
+        beats = [("stopped", 3)]
+        await until(lambda: [(b.state, b.version) for b in heartbeat.read_all(store.inner, "run")] == beats)
 
     asyncio.run(asyncio.wait_for(body(), PATIENCE_S))
 

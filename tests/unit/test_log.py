@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -171,7 +172,8 @@ class TestSuspended:
             for call in store.calls
             if call == ("list", CLAIMS) or (call[0] == "put" and call[1].startswith(keys.VERSIONS))
         ]
-        assert order == ["claims/", "version", "claims/", "version"]
+        # A slow machine looks more than once before a put.
+        assert [before for before, call in itertools.pairwise(order) if call == "version"] == ["claims/"] * 2
 
 
 class TestHead:

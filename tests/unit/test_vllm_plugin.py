@@ -106,7 +106,7 @@ except Exception as error:
 def test_only_a_vllm_that_is_to_follow_and_can_is_prepared() -> None:
     env = {name: text for name, text in os.environ.items() if name != "VLLM_PLUGINS"}
     command = [sys.executable, "-c", _PROCESS]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120, check=True)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True)
     nothing, outside, ready, changed, refused, attached, offline = done.stdout.splitlines()[-7:]
     assert nothing == "[None, False]"
     assert "deltasync" in outside and outside.endswith(", False]"), "the routes are there to say so"
