@@ -1,6 +1,6 @@
 """Measure encoding and decoding of `packed` and `context` on this machine's GPU, and check the bytes.
 
-    python -m benchmarks.gpu.codec [--elements 7600000000] [--changed-percent 1] [--small] [--json]
+    python -m benchmarks.gpu.codec [--elements 7600000000] [--changed-percent 1] [--lanes 32] [--small] [--json]
 
 Takes less than a minute on an H100 or H200, of which the kernels' compilation is the largest part. Needs
 Python 3.11 or newer, torch, triton, numpy, safetensors and msgspec. Without the C extension the classes are
@@ -36,6 +36,7 @@ def main() -> None:
     parser = common.parser(__doc__)
     parser.add_argument("--elements", type=int, default=7_600_000_000, help="fewer if memory is short")
     parser.add_argument("--changed-percent", type=float, default=1.0)
+    parser.add_argument("--lanes", type=int, default=32, help="streams that a program codes, a power of two")
     parser.add_argument("--small", action="store_true", help="use a small size, as without a GPU")
     arguments = parser.parse_args()
     import torch
@@ -44,6 +45,9 @@ def main() -> None:
         os.environ["TRITON_INTERPRET"] = "1"
         arguments.small = True
     _stand_ins()
+    from deltasync.gpu import classes, coder
+
+    classes.LANES = coder.LANES = arguments.lanes
     start = time.perf_counter()
     result = measure(arguments.elements, arguments.changed_percent / 100, arguments.small)
     result["seconds"] = time.perf_counter() - start

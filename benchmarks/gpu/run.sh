@@ -22,15 +22,17 @@ run() {
 
 # 1. The device's codec: encode, prove and decode, with the time of each kernel, and whether its bytes are the host's.
 run gpu_codec 110 benchmarks.gpu.codec --json
+# Fewer streams in a program: each turn waits for fewer misses, and more programs are resident.
+run gpu_codec_8 70 benchmarks.gpu.codec --lanes 8 --json
 # 2. How long a publish holds the trainer, with many tensors and with few.
-run gpu_held 60 benchmarks.gpu.held --json
+run gpu_held 50 benchmarks.gpu.held --json
 # 3. Detect, stage, commit and audit at 7.6 billion elements.
-run gpu 150 benchmarks.gpu --parts kernels,detect,dense,mixture --no-counts --json
+run gpu 130 benchmarks.gpu --parts kernels,detect,dense,mixture --no-counts --json
 # 4. The kernels' property tests, as far as there is time.
-run gpu_tests 80 benchmarks.gpu --parts tests --json
+run gpu_tests 60 benchmarks.gpu --parts tests --json
 # 5. A real server beside a trainer: tokens a second with versions, and the longest silence of a stream.
 if python -c "import vllm, transformers" 2>/dev/null; then
-  run gpu_serve 200 benchmarks.gpu_serve --versions 15 --json
+  run gpu_serve 180 benchmarks.gpu_serve --versions 15 --json
 else
   echo "gpu_serve: left out, because vllm or transformers is missing"
 fi

@@ -51,16 +51,17 @@ SPAN = 16
     PAIR,
     CHUNKS,
     COUNT,
+    BEFORE,
     WIDTH,
     FIELDS,
-) = range(15)
+) = range(16)
 """Columns of a table of blocks: those of `kernels.native.FIELDS`; number of the group, of its first class,
-how many it has; number of the block's first pair; number of chunks, and the number of counts of all blocks
-before; positions from row to row."""
+how many it has; number of the block's first pair; number of chunks; the numbers of counts, and of chunks, of
+all blocks before; positions from row to row."""
 
 _CHANGES = 256  # changes of a band or block that a program takes at once
 _UNIT = 8  # elements that are read at once
-_RANKED = {1: 8, _UNIT: 16}  # changes of which a program reads the chunks at once, by the unit
+_RANKED = {1: 4, _UNIT: 16}  # changes of which a program reads the chunks at once, by the unit
 _CHUNKS = {1: 8, _UNIT: 32}  # chunks that a program counts at once, likewise
 _TURNS = 4  # times that a program counts, so that its beginning costs less
 _MOVED = 512  # changes that a program moves
@@ -68,7 +69,11 @@ _SAMPLE = 32  # consecutive elements of a sample, as in `kernels.native`
 _MOST_PROGRAMS = (1 << 16) - 1  # of the second dimension of a launch
 _MARKS = 1024  # words of a bitmap that a program counts
 _ADDRESS, _COLUMNS, _STRIDE, _ROWS, _FIRST, _SHIFT, _MASK = map(tl.constexpr, range(7))
-_GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _WIDTH, _FIELDS = map(tl.constexpr, range(7, 15))
+_GROUP, _CLASS, _CLASSES, _PAIR, _CHUNK_COUNT, _COUNT, _BEFORE, _WIDTH, _FIELDS = map(
+    tl.constexpr, range(7, 16)
+)
+SIZES, COUNTS, LISTS = range(3)  # what `_correct` does
+_SIZES, _COUNTS, _LISTS = map(tl.constexpr, (SIZES, COUNTS, LISTS))
 _CHUNK, _SPAN = tl.constexpr(CHUNK), tl.constexpr(SPAN)
 _RATIO_BITS = tl.constexpr(RATIO_BITS)
 
@@ -81,21 +86,18 @@ def _field(block, bits, inside):
 
 
 @triton.jit
-def _place_of(block, row, column, is_in, shift, BITS: tl.constexpr):
-    """Return where elements of blocks lie, by row and column, in memory that is `shift` bytes behind the
-    blocks' own.
-    """
-    address = (tl.load(block + _ADDRESS, is_in, other=0) + shift).to(tl.pointer_type(BITS))
-    return address + (row * tl.load(block + _STRIDE, is_in, other=0) + column)
+def _bits(block, row, column, is_in, BITS: tl.constexpr):
+    """Return the bits of elements of blocks, by row and column."""
+    address = tl.load(block + _ADDRESS, is_in, other=0).to(tl.pointer_type(BITS))
+    return tl.load(address + (row * tl.load(block + _STRIDE, is_in, other=0) + column), is_in, other=0)
 
 
 @triton.jit
-def _chunk_fields(block, chunk, inside, shift, BITS: tl.constexpr, UNIT: tl.constexpr):
+def _chunk_fields(block, chunk, inside, BITS: tl.constexpr, UNIT: tl.constexpr):
     """Return the fields of chunks of blocks, int32[chunks, 128 / UNIT, UNIT], and which of them are elements.
 
     `block` are the rows of their blocks, or of the one that all are in, and `inside` tells which chunks there
-    are; all of shape [chunks, 1, 1]. Rows begin and end at multiples of `UNIT` elements, in memory too. See
-    `_place_of`.
+    are; all of shape [chunks, 1, 1]. Rows begin and end at multiples of `UNIT` elements, in memory too.
     """
     columns = (tl.load(block + _COLUMNS) // UNIT).to(tl.uint32)
     units = columns * tl.load(block + _ROWS).to(tl.uint32)
@@ -103,7 +105,7 @@ def _chunk_fields(block, chunk, inside, shift, BITS: tl.constexpr, UNIT: tl.cons
     unit += tl.arange(0, _CHUNK // UNIT).to(tl.uint32)[None, :, None]
     row = unit // columns
     begin = row.to(tl.int64) * tl.load(block + _STRIDE) + (unit - row * columns).to(tl.int64) * UNIT
-    address = (tl.load(block + _ADDRESS) + shift).to(tl.pointer_type(BITS)) + begin
+    address = tl.load(block + _ADDRESS).to(tl.pointer_type(BITS)) + begin
     wide: tl.constexpr = UNIT * BITS.primitive_bitwidth // 8
     bytes_: tl.constexpr = wide if wide < 16 else 16  # Triton 3.5 has no `min` of constants
     address = tl.multiple_of(address, [bytes_, bytes_, bytes_])
@@ -114,11 +116,25 @@ def _chunk_fields(block, chunk, inside, shift, BITS: tl.constexpr, UNIT: tl.cons
 
 
 @triton.jit
-def _of_class(block, chunk, inside, c, class_ptr, shift, BITS: tl.constexpr, UNIT: tl.constexpr):
-    """Return which elements of chunks of blocks are of class `c`; see `_chunk_fields`."""
+def _of_class(
+    block, chunk, inside, c, class_ptr, end_ptr, listed_ptr, base, BITS: tl.constexpr, UNIT: tl.constexpr,
+    ARE_NEW: tl.constexpr,
+):  # fmt: skip
+    """Return which elements of chunks of blocks are of class `c`; see `_chunk_fields`. Where the bits
+    `ARE_NEW`, `_correct` has listed the elements that were of another class.
+    """
+    of_chunk = end_ptr + (tl.load(block + _BEFORE, inside, other=0) - base + chunk)
     block = block[:, None, None]
-    field, element = _chunk_fields(block, chunk[:, None, None], inside[:, None, None], shift, BITS, UNIT)
+    field, element = _chunk_fields(block, chunk[:, None, None], inside[:, None, None], BITS, UNIT)
     found = tl.load(class_ptr + tl.load(block + _GROUP) * 256 + field)
+    if ARE_NEW:
+        first = tl.load(of_chunk, inside, other=0)
+        count = tl.load(of_chunk + 1, inside, other=0) - first
+        for number in range(tl.max(count, axis=0)):
+            line = tl.load(listed_ptr + first + number, number < count, other=0).to(tl.int32) & 0xFFFF
+            own = _elements(UNIT) == (line & 0xFF)[:, None, None]
+            own = own & (number < count)[:, None, None]
+            found = tl.where(own, (line >> 8).to(tl.uint8)[:, None, None], found)
     return element & (found == c[:, None, None])
 
 
@@ -178,7 +194,7 @@ def _survey_steps(
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
         step = tl.load(step_ptr + k, is_in, other=1)
-        old = tl.load(_place_of(block, row, column, is_in, 0, BITS), is_in, other=0) - step
+        old = _bits(block, row, column, is_in, BITS) - step
         field = _field(block, old, is_in)
         symbol, _ = _bucket(_zigzag(step))
         run = tl.load(run_ptr + number, is_in, other=0).to(tl.int64)
@@ -218,10 +234,10 @@ def _survey_elements(
     tl.atomic_add(element_ptr + run * 256 + tl.arange(0, 256), found, found != 0, sem="relaxed")
 
 
-@triton.jit(do_not_specialize=["b_base", "base", "shift"])
+@triton.jit(do_not_specialize=["b_base", "base"])
 def _count_chunks(
-    block_ptr, word_ptr, count_ptr, b_base: tl.int64, base: tl.int64, shift: tl.int64, BITS: tl.constexpr,
-    UNIT: tl.constexpr, CHUNKS: tl.constexpr, ARE_SUMMED: tl.constexpr,
+    block_ptr, word_ptr, count_ptr, b_base: tl.int64, base: tl.int64, BITS: tl.constexpr, UNIT: tl.constexpr,
+    CHUNKS: tl.constexpr, ARE_SUMMED: tl.constexpr,
 ):  # fmt: skip
     """Count the elements of each class in chunks of a block, or, `ARE_SUMMED`, add them to the classes' sizes;
     its programs take several chunks each if there are many.
@@ -235,7 +251,7 @@ def _count_chunks(
     for start in range(tl.program_id(1).to(tl.int64) * CHUNKS, chunks, tl.num_programs(1) * CHUNKS):
         chunk = start + tl.arange(0, CHUNKS)
         inside = (chunk < chunks)[:, None, None]
-        field, element = _chunk_fields(block, chunk[:, None, None], inside, shift, BITS, UNIT)
+        field, element = _chunk_fields(block, chunk[:, None, None], inside, BITS, UNIT)
         # Each word has a byte for each of eight classes, of which a chunk has 128 elements at most.
         for page in range((classes + 7) // 8):
             word = tl.load(words + (page * 256 + field), element, other=0)
@@ -293,12 +309,61 @@ def _first_classes(block_ptr, size_ptr, first_ptr, blocks: tl.int64, LANES: tl.c
     tl.store(first_ptr + b, first.to(tl.int32), there)
 
 
-@triton.jit(do_not_specialize=["k_base", "shift"])
+@triton.jit(do_not_specialize=["base", "chunk_base"])
+def _correct(
+    band_ptr, begin_ptr, end_ptr, block_ptr, class_ptr, at_ptr, step_ptr, count_ptr, chunk_ptr, listed_ptr,
+    base: tl.int64, chunk_base: tl.int64, BITS: tl.constexpr, DOES: tl.constexpr, CHANGES: tl.constexpr,
+):  # fmt: skip
+    """Turn what was counted of new bits of bands into what old bits have, by the changes whose class differs:
+    sizes of classes, or counts in chunks, and how many such changes each chunk has. Then, with the end of each
+    chunk's list instead of that number, list them: place in the chunk, and class << 8.
+    """
+    g = tl.program_id(0).to(tl.int64)
+    high = tl.load(end_ptr + g)
+    first, jump = _begin(tl.load(begin_ptr + g), CHANGES)
+    for start in range(first, high, jump):
+        k = start + tl.arange(0, CHANGES)
+        is_in = k < high
+        number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
+        block = block_ptr + number * _FIELDS
+        new = _bits(block, row, column, is_in, BITS)
+        old = new - tl.load(step_ptr + k, is_in, other=0)
+        classes_ptr = class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256
+        before = tl.load(classes_ptr + _field(block, old, is_in), is_in, other=0).to(tl.int32)
+        after = tl.load(classes_ptr + _field(block, new, is_in), is_in, other=0).to(tl.int32)
+        differs = is_in & (before != after)
+        place = row * tl.load(block + _COLUMNS, is_in, other=0) + column
+        chunk = place // _CHUNK
+        of_chunk = chunk_ptr + (tl.load(block + _BEFORE, is_in, other=0) - chunk_base + chunk)
+        one = tl.full((CHANGES,), 1, tl.int32)
+        if DOES == _LISTS:
+            to = tl.atomic_add(of_chunk, -one, differs, sem="relaxed") - 1
+            line = (place % _CHUNK).to(tl.int32) | (before << 8)
+            tl.store(listed_ptr + to, line.to(tl.int16), differs)
+        else:
+            classes = tl.load(block + _CLASSES, is_in, other=0)
+            for side in tl.static_range(2):
+                c = before if side == 0 else after
+                gain = one if side == 0 else -one
+                counts = differs & (c < classes)
+                if DOES == _SIZES:
+                    pair = count_ptr + tl.load(block + _PAIR, is_in, other=0) + c
+                    tl.atomic_add(pair, gain.to(tl.int64), counts, sem="relaxed")
+                else:  # four bytes at once: in the end none of them has borrowed from the next
+                    byte = tl.load(block + _COUNT, is_in, other=0) - base + chunk
+                    byte += c * tl.load(block + _CHUNK_COUNT, is_in, other=0)
+                    gain = gain << ((byte & 3) * 8).to(tl.int32)
+                    tl.atomic_add(count_ptr + (byte >> 2), gain, counts, sem="relaxed")
+            if DOES == _COUNTS:
+                tl.atomic_add(of_chunk, one, differs, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["k_base"])
 def _classify(
     band_ptr, begin_ptr, end_ptr, bound_ptr, block_ptr, class_ptr, at_ptr, step_ptr, number_ptr, place_ptr, to_class_ptr,
-    to_step_ptr, k_base: tl.int64, shift: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
+    to_step_ptr, k_base: tl.int64, BITS: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Write block, place in it, class and step of each change of bands."""
+    """Write block, place in it, class and step of each change of bands, whose bits are new."""
     g = tl.program_id(0).to(tl.int64)
     low_k = tl.load(begin_ptr + g)
     high = tl.load(end_ptr + g)
@@ -309,49 +374,23 @@ def _classify(
         is_in = k < high
         number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
         block = block_ptr + number * _FIELDS
-        field = _field(
-            block, tl.load(_place_of(block, row, column, is_in, shift, BITS), is_in, other=0), is_in
-        )
+        step = tl.load(step_ptr + k, is_in, other=0)
+        field = _field(block, _bits(block, row, column, is_in, BITS) - step, is_in)
         c = tl.load(class_ptr + tl.load(block + _GROUP, is_in, other=0) * 256 + field, is_in, other=0)
         place = row * tl.load(block + _COLUMNS, is_in, other=0) + column
         tl.store(number_ptr + to + k, number.to(tl.int32), is_in)
         tl.store(place_ptr + to + k, place.to(tl.int32), is_in)
         tl.store(to_class_ptr + to + k, c, is_in)
-        tl.store(to_step_ptr + to + k, tl.load(step_ptr + k, is_in, other=0), is_in)
+        tl.store(to_step_ptr + to + k, step, is_in)
 
 
-@triton.jit(do_not_specialize=["shift"])
-def _undo(
-    band_ptr,
-    begin_ptr,
-    end_ptr,
-    block_ptr,
-    at_ptr,
-    step_ptr,
-    shift: tl.int64,
-    BITS: tl.constexpr,
-    CHANGES: tl.constexpr,
-):
-    """Turn new bits of bands into old ones."""
-    g = tl.program_id(0).to(tl.int64)
-    high = tl.load(end_ptr + g)
-    first, jump = _begin(tl.load(begin_ptr + g), CHANGES)
-    for start in range(first, high, jump):
-        k = start + tl.arange(0, CHANGES)
-        is_in = k < high
-        number, row, column = _change(band_ptr + 6 * g, at_ptr, k, is_in)
-        block = block_ptr + number * _FIELDS
-        place_ptr = _place_of(block, row, column, is_in, shift, BITS)
-        new = tl.load(place_ptr, is_in, other=0)
-        tl.store(place_ptr, new - tl.load(step_ptr + k, is_in, other=0), is_in)
-
-
-@triton.jit(do_not_specialize=["base", "pair_base", "last", "shift"])
+@triton.jit(do_not_specialize=["base", "pair_base", "chunk_base", "last"])
 def _rank(
-    block_ptr, of_ptr, count_ptr, before_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr, base: tl.int64,
-    pair_base: tl.int64, last: tl.int64, shift: tl.int64, BITS: tl.constexpr, UNIT: tl.constexpr, CHANGES: tl.constexpr,
+    block_ptr, of_ptr, count_ptr, before_ptr, end_ptr, listed_ptr, pair_ptr, number_ptr, place_ptr, class_ptr, key_ptr,
+    base: tl.int64, pair_base: tl.int64, chunk_base: tl.int64, last: tl.int64, BITS: tl.constexpr, UNIT: tl.constexpr,
+    CHANGES: tl.constexpr,
 ):  # fmt: skip
-    """Write where each change comes if elements are ordered by block, class and rank."""
+    """Write where each change comes if elements are ordered by block, class and rank; the bits are new."""
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
     is_in = k < last
     block = block_ptr + tl.load(number_ptr + k, is_in, other=0).to(tl.int64) * _FIELDS
@@ -364,7 +403,7 @@ def _rank(
     first_key += tl.load(before_ptr + span, is_in, other=0)
     is_before = tl.arange(0, _SPAN)[None, :] < (chunk % _SPAN)[:, None]
     first_key += tl.sum(tl.where(is_before, _span_counts(count_ptr, span, is_in), 0), axis=1)
-    is_of = _of_class(block, chunk, is_in, c, of_ptr, shift, BITS, UNIT)
+    is_of = _of_class(block, chunk, is_in, c, of_ptr, end_ptr, listed_ptr, chunk_base, BITS, UNIT, True)
     is_of = is_of & (_elements(UNIT) < (place % _CHUNK)[:, None, None])
     tl.store(key_ptr + k, first_key + tl.sum(tl.sum(is_of.to(tl.int32), axis=2), axis=1), is_in)
 
@@ -579,10 +618,10 @@ def _search(
     tl.store(in_chunk_ptr + k, rank.to(tl.uint8), is_in)
 
 
-@triton.jit(do_not_specialize=["last", "shift"])
+@triton.jit(do_not_specialize=["chunk_base", "last"])
 def _places(
-    block_ptr, of_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, last: tl.int64, shift: tl.int64, BITS: tl.constexpr,
-    UNIT: tl.constexpr, CHANGES: tl.constexpr,
+    block_ptr, of_ptr, end_ptr, listed_ptr, number_ptr, rank_ptr, class_ptr, key_ptr, chunk_base: tl.int64,
+    last: tl.int64, BITS: tl.constexpr, UNIT: tl.constexpr, ARE_NEW: tl.constexpr, CHANGES: tl.constexpr,
 ):  # fmt: skip
     """Turn the chunk of each change into its position."""
     k = tl.program_id(0).to(tl.int64) * CHANGES + tl.arange(0, CHANGES)
@@ -591,7 +630,7 @@ def _places(
     c = tl.load(class_ptr + k, is_in, other=0)
     rank = tl.load(rank_ptr + k, is_in, other=0).to(tl.int32)
     chunk = tl.load(key_ptr + k, is_in, other=0)
-    is_of = _of_class(block, chunk, is_in, c, of_ptr, shift, BITS, UNIT)
+    is_of = _of_class(block, chunk, is_in, c, of_ptr, end_ptr, listed_ptr, chunk_base, BITS, UNIT, ARE_NEW)
     count = is_of.to(tl.int32)
     of_unit = tl.sum(count, axis=2)
     before = (tl.cumsum(of_unit, axis=1) - of_unit)[:, :, None] + tl.cumsum(count, axis=2) - count
@@ -668,10 +707,9 @@ class Batch(NamedTuple):
         low, high: The first one, and the one behind the last.
         band, band_end: The same of their bands.
         chunks, classes: The most that a block has.
-        byte, byte_end: Address of the first element, and the one behind the last.
         first, last: Position of the first element, and the one behind the last.
         unit: How many elements are read at once, because rows begin and end at multiples of them.
-        room_bytes: The most that counts, keys and bitmaps of `decode` take.
+        room_bytes: The most that counts, lists, keys and bitmaps of `decode` or `rank` take.
     """
 
     low: int
@@ -680,8 +718,6 @@ class Batch(NamedTuple):
     band_end: int
     chunks: int
     classes: int
-    byte: int
-    byte_end: int
     first: int
     last: int
     unit: int
@@ -698,13 +734,11 @@ class BlockBits:
         bound_B: First change of each, and the number of changes behind the last; int64[B + 1], on the host.
         width: Bytes of an element.
         device: Where everything is.
-        changes: The changes, if the bits are new. Old ones are then made in a copy of the blocks that are
-            taken at once.
+        changes: The changes, if the bits are new. Then old ones are not made: the changes whose class differs
+            are listed by chunk.
 
     Attributes:
         batches: What `divide` cuts all blocks into.
-        shift: Bytes from the blocks' memory to where kernels read the bits of the batch that was counted
-            last.
     """
 
     def __init__(
@@ -721,8 +755,6 @@ class BlockBits:
         self.bound_B, self.width, self.device, self.changes = bound_B, width, device, changes
         self.bound = torch.from_numpy(bound_B).to(device)
         self._band_GF, self._element_B = band_GF, row_BF[:, COLUMNS] * row_BF[:, ROWS]
-        self._old = torch.empty(0, dtype=torch.uint8, device=device)
-        self.shift = 0
 
     @property
     def count(self) -> int:
@@ -763,8 +795,9 @@ class BlockBits:
         row_BF, class_G = self.row_BF, classes.bound_G
         class_B = np.diff(class_G)[group_B]
         chunk_B = -(-self._element_B // (CHUNK * SPAN)) * SPAN
-        self.pair_B, self.count_B = bounds(class_B), bounds(class_B * chunk_B)
-        columns = group_B, class_G[group_B], class_B, self.pair_B[:-1], chunk_B, self.count_B[:-1]
+        self.pair_B, self.count_B, self.chunk_B = map(bounds, (class_B, class_B * chunk_B, chunk_B))
+        first_B3 = np.stack((self.count_B, self.chunk_B), axis=1)[:-1]
+        columns = group_B, class_G[group_B], class_B, self.pair_B[:-1], chunk_B, *first_B3.T
         row_BF[:, GROUP:WIDTH] = np.stack(columns, axis=1)
         self.table_BF = torch.from_numpy(row_BF).to(self.device)
         arrays = classes.level_L, classes.by_value(255), _words(classes)
@@ -780,25 +813,19 @@ class BlockBits:
         edge_E = np.append(band_GF[:, 5], self.count)
         last_G = band_GF[:, 0] + np.maximum(band_GF[:, 1] * band_GF[:, 4], band_GF[:, 2])
         position_E = np.append(band_GF[:, 0], last_G[-1:])
-        limits_E = [(self._room_bytes(0, edge_E, position_E), MOST_BYTES)]
-        if self.changes is not None:
-            limits_E.append((bounds(self._element_B)[edge_E] * self.width, MOST_COPIED))
+        room_E = self._room_bytes(0, edge_E, position_E)
         band_C = [0]
         while band_C[-1] < len(band_GF):
             low = band_C[-1]
-            fits = min(
-                int(np.searchsorted(of_E, of_E[low] + most, side="right")) - 1 for of_E, most in limits_E
-            )
+            fits = int(np.searchsorted(room_E, room_E[low] + MOST_BYTES, side="right")) - 1
             band_C.append(max(fits, low + 1))
-        low_C, byte_B = edge_E[band_C[:-1]], row_BF[:, ADDRESS]
-        end_B = byte_B + ((row_BF[:, ROWS] - 1) * row_BF[:, STRIDE] + row_BF[:, COLUMNS]) * self.width
+        low_C = edge_E[band_C[:-1]]
         is_even_B = (row_BF[:, [COLUMNS, STRIDE]] % _UNIT == 0).all(axis=1)
-        is_even_B &= byte_B % min(_UNIT * self.width, 16) == 0
+        is_even_B &= row_BF[:, ADDRESS] % min(_UNIT * self.width, 16) == 0
         first_C, last_C = band_GF[band_C[:-1], 0], last_G[np.array(band_C[1:]) - 1]
         columns = (
             *(low_C, edge_E[band_C[1:]], band_C[:-1], band_C[1:]),
             *(np.maximum.reduceat(chunk_B, low_C), np.maximum.reduceat(class_B, low_C)),
-            *(np.minimum.reduceat(byte_B, low_C), np.maximum.reduceat(end_B, low_C)),
             *(first_C, last_C, np.where(np.logical_and.reduceat(is_even_B, low_C), _UNIT, 1)),
             self._room_bytes(low_C, edge_E[band_C[1:]], np.minimum(last_C - first_C, MOST_ELEMENTS)),
         )
@@ -806,39 +833,48 @@ class BlockBits:
 
     def _room_bytes(self, low: np.ndarray | int, high_C: np.ndarray, position_C: np.ndarray) -> np.ndarray:
         """Return `Batch.room_bytes` of blocks that lie at so many positions, or what `rank` takes."""
-        of_change = (14 if self.changes is None else 25) + self.width
-        count_C, changed_C = (of_B[high_C] - of_B[low] for of_B in (self.count_B, self.bound_B))
-        return 5 * count_C // 4 + 8 * -(-position_C // 32) + of_change * changed_C
+        of_change, of_chunk = (14 + self.width, 0) if self.changes is None else (27 + self.width, 4)
+        of_B = self.count_B, self.chunk_B, self.bound_B
+        count_C, chunk_C, changed_C = (each[high_C] - each[low] for each in of_B)
+        found: np.ndarray = 5 * count_C // 4 + of_chunk * chunk_C + 8 * -(-position_C // 32)
+        return found + of_change * changed_C
 
-    def counts(self, of: Batch) -> tuple[torch.Tensor, torch.Tensor]:
+    def counts(self, of: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return how many elements of each class are in each chunk of the blocks of a batch, uint8, and before each
         span, int32; sets their sizes.
 
-        From then on kernels that get `shift` read the old bits of these blocks, until others are counted.
+        Of new bits, also where the list of each chunk begins, int32, with the end of all, and the lists
+        (`_correct`), int16; else any arrays.
         """
-        if self.changes is not None:
-            self._copy_old(self.changes, of)
         blocks, base = of.high - of.low, int(self.count_B[of.low])
         size = int(self.count_B[of.high]) - base
         count_N = torch.empty(size, dtype=torch.uint8, device=self.device)
         before_N = torch.empty(size // SPAN, dtype=torch.int32, device=self.device)
         self._count(count_N, of, of.high, False)
+        lists = count_N, count_N
+        if self.changes is not None:
+            chunks = int(self.chunk_B[of.high] - self.chunk_B[of.low])
+            changed = int(self.bound_B[of.high] - self.bound_B[of.low])
+            begin_C = torch.zeros(chunks + 1, dtype=torch.int32, device=self.device)
+            lists = begin_C, torch.empty(changed, dtype=torch.int16, device=self.device)
+            self._correct(self.changes, of, count_N.view(torch.int32), lists, COUNTS)
+            torch.cumsum(begin_C, 0, dtype=torch.int32, out=begin_C)
+            self._correct(self.changes, of, count_N, lists, LISTS)
         with on(self.device):
             _sum_chunks[(blocks, of.classes)](
                 self.table_BF, count_N, before_N, self.size_P, of.low, base, 128
             )
-        return count_N, before_N
+        return count_N, before_N, *lists
 
     def measure(self) -> None:
-        """Set the sizes of all classes, by one launch unless old bits are made, or rows lie differently."""
-        for _, some in itertools.groupby(
-            self.batches, lambda of: of.unit if self.changes is None else of.low
-        ):
+        """Set the sizes of all classes, by one launch unless rows lie differently."""
+        for _, some in itertools.groupby(self.batches, lambda of: of.unit):
             first, *others = some
+            chunks, last = max(of.chunks for of in (first, *others)), (others or [first])[-1]
+            self._count(self.size_P, first._replace(chunks=chunks), last.high, True)
             if self.changes is not None:
-                self._copy_old(self.changes, first)
-            chunks = max(of.chunks for of in (first, *others))
-            self._count(self.size_P, first._replace(chunks=chunks), (others or [first])[-1].high, True)
+                every = first._replace(high=last.high, band_end=last.band_end)
+                self._correct(self.changes, every, self.size_P, (self.size_P, self.size_P), SIZES)
 
     def _count(self, to: torch.Tensor, of: Batch, high: int, are_summed: bool) -> None:
         """Count the elements of each class in the chunks of blocks from a batch's first one on and below `high`, or
@@ -848,35 +884,30 @@ class BlockBits:
         programs_ = min(triton.cdiv(of.chunks, _TURNS * chunks), _MOST_PROGRAMS)
         with on(self.device):
             _count_chunks[(high - of.low, programs_)](
-                self.table_BF, self.word_WE, to, of.low, int(self.count_B[of.low]), self.shift, UNSIGNED[self.width],
-                of.unit, chunks, are_summed,
+                self.table_BF, self.word_WE, to, of.low, int(self.count_B[of.low]), UNSIGNED[self.width], of.unit,
+                chunks, are_summed,
             )  # fmt: skip
 
-    def _copy_old(self, changes: Changes, of: Batch) -> None:
-        """Copy the bits of blocks, and undo their changes there."""
-        base = changes.bits_N.data_ptr()
-        size = of.byte_end - of.byte
-        if self._old.numel() < size:
-            del self._old  # before there is another one
-            self._old = torch.empty(self._copied_bytes, dtype=torch.uint8, device=self.device)
-        self._old[:size].copy_(changes.bits_N.view(torch.uint8)[of.byte - base : of.byte_end - base])
-        self.shift = self._old.data_ptr() - of.byte
+    def _correct(
+        self,
+        changes: Changes,
+        of: Batch,
+        to: torch.Tensor,
+        lists: tuple[torch.Tensor, torch.Tensor],
+        does: int,
+    ) -> None:
+        """Let `_correct` take the changes of a batch; `to` are sizes or counts."""
+        changed = int(self.bound_B[of.high] - self.bound_B[of.low])
         with on(self.device):
-            changed = int(self.bound_B[of.high] - self.bound_B[of.low])
-            _undo[programs(of.band_end - of.band, changed)](
-                *changes.of_bands(of.band), self.table_BF, changes.at_K, changes.step_K, self.shift, UNSIGNED[self.width],
-                _CHANGES,
+            _correct[programs(of.band_end - of.band, changed)](
+                *changes.of_bands(of.band), self.table_BF, self.class_GE, changes.at_K, changes.step_K, to, *lists,
+                int(self.count_B[of.low]), int(self.chunk_B[of.low]), UNSIGNED[self.width], does, _CHANGES,
             )  # fmt: skip
 
     @property
     def room_bytes(self) -> int:
-        """The most bytes that a batch takes, with the copy of its old bits."""
-        batches = max((batch.room_bytes for batch in self.batches), default=0)
-        return batches + (self._copied_bytes if self.changes is not None else 0)
-
-    @property
-    def _copied_bytes(self) -> int:
-        return max((batch.byte_end - batch.byte for batch in self.batches), default=0)
+        """The most bytes that a batch takes."""
+        return max((batch.room_bytes for batch in self.batches), default=0)
 
     def first_classes(self) -> torch.Tensor:
         """Return the first class of each block that has an element, int32[B], once all are counted."""
@@ -890,9 +921,6 @@ class BlockBits:
 
 MOST_BYTES = 1 << 28
 """Most bytes of a batch, if a single band has not more; see `Batch.room_bytes`."""
-
-MOST_COPIED = 3 << 26
-"""Most bytes of blocks that are taken at once where old bits are made in a copy, likewise."""
 
 MOST_ELEMENTS = 1 << 30
 """Elements that a bitmap of keys has at most."""
@@ -928,11 +956,11 @@ def rank(bits: BlockBits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, to
     element_B = bounds(bits.row_BF[:, COLUMNS] * bits.row_BF[:, ROWS])
     for batch in bits.batches:
         low, high, band, band_end, *_ = batch
-        count_N, before_N = bits.counts(batch)
+        count_N, before_N, *lists = bits.counts(batch)
         begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
         if begin == end:
             continue
-        pair, base = int(bits.pair_B[low]), int(bits.count_B[low])
+        pair, base, chunk = (int(of_B[low]) for of_B in (bits.pair_B, bits.count_B, bits.chunk_B))
         size_P = bits.size_P[pair : int(bits.pair_B[high])]
         place_P = torch.cumsum(size_P, 0) - size_P
         elements = int(element_B[high] - element_B[low])
@@ -943,11 +971,11 @@ def rank(bits: BlockBits, gap_bits: int) -> tuple[torch.Tensor, torch.Tensor, to
         with on(device):
             _classify[programs(band_end - band, end - begin)](
                 *changes.of_bands(band), changes.bound_G[band:], bits.table_BF, bits.class_GE, at_K, step_K, number_K,
-                at_place_K, from_class_K, from_step_K, begin, bits.shift, width, _CHANGES,
+                at_place_K, from_class_K, from_step_K, begin, width, _CHANGES,
             )  # fmt: skip
             _rank[(triton.cdiv(end - begin, _RANKED[batch.unit]),)](
-                bits.table_BF, bits.class_GE, count_N, before_N, place_P, number_K, at_place_K, from_class_K, key_K, base,
-                pair, end - begin, bits.shift, width, batch.unit, _RANKED[batch.unit],
+                bits.table_BF, bits.class_GE, count_N, before_N, *lists, place_P, number_K, at_place_K, from_class_K,
+                key_K, base, pair, chunk, end - begin, width, batch.unit, _RANKED[batch.unit],
             )  # fmt: skip
             marks, ends = _bitmap(key_K, 0, elements)
             _move_ranked[(triton.cdiv(end - begin, _MOVED),)](
@@ -1034,7 +1062,7 @@ def _place_batch(
     """As `_place`, of one batch, beside `Batch.room_bytes`; `of_blocks` are number, changes and `moved_B`."""
     device, (number_B, change_B, moved_B), (low, high, *_) = at_K.device, of_blocks, batch
     begin, end = int(bits.bound_B[low]), int(bits.bound_B[high])
-    count_N, before_N = bits.counts(batch)
+    count_N, before_N, *lists = bits.counts(batch)
     number_K = torch.repeat_interleave(number_B[low:high], change_B[low:high], output_size=end - begin)
     kinds = torch.int64, torch.uint8, torch.uint8, step_K.dtype
     key_K, rank_K, of_K, from_K = (torch.empty(end - begin, dtype=kind, device=device) for kind in kinds)
@@ -1044,8 +1072,8 @@ def _place_batch(
             int(bits.count_B[low]), begin, end - begin, _CHANGES,
         )  # fmt: skip
         _places[(triton.cdiv(end - begin, _RANKED[batch.unit]),)](
-            bits.table_BF, bits.class_GE, number_K, rank_K, of_K, key_K, end - begin, bits.shift,
-            UNSIGNED[bits.width], batch.unit, _RANKED[batch.unit],
+            bits.table_BF, bits.class_GE, *lists, number_K, rank_K, of_K, key_K, int(bits.chunk_B[low]), end - begin,
+            UNSIGNED[bits.width], batch.unit, bits.changes is not None, _RANKED[batch.unit],
         )  # fmt: skip
     done = begin
     # more than one only where a single band is larger

@@ -537,6 +537,8 @@ class DeviceCodec:
         changes = None
         if undone is not None:
             changes = _changes(of, undone.steps[of.width], undone.bits[of.width], held.tiling, band_GF)
+            if (changes.tally(len(row_BF)).cpu().numpy() != np.diff(bound_B)).any():
+                raise CorruptDataError("Payload has a block with more or fewer changes than were made.")
         blocks = BlockBits(row_BF, band_GF, bound_B, of.width, self._device, changes)
         blocks.divide(group_B, Classes.of([*itertools.chain(*lines)]))
         self._check_room(blocks.room_bytes)

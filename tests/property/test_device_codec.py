@@ -158,6 +158,8 @@ def test_a_device_writes_the_hosts_bytes_and_reads_them(name: str) -> None:
     other[2] = other[2] + np.uint64(1)
     with pytest.raises(CorruptDataError):
         _prove(name, there, other, found)
+    with pytest.raises(CorruptDataError):  # which makes other changes, in other blocks
+        _prove(name, case(0.12, seed=1).there(), made.digests, found)
 
 
 @pytest.mark.parametrize("name", CODECS)
@@ -197,7 +199,6 @@ def test_tiles_as_a_real_model_has_them(name: str, monkeypatch: pytest.MonkeyPat
     from deltasync.gpu import classes as gpu_classes
 
     monkeypatch.setattr(gpu_classes, "MOST_BYTES", 40_000)
-    monkeypatch.setattr(gpu_classes, "MOST_COPIED", 1 << 18)
     monkeypatch.setattr(on_device, "MOST_CHANGED", 2500)
     made = case(0.012, {"bfloat16": QWEN3}, seed=11)
     found, there = _written(made, name, 1200)
@@ -396,7 +397,7 @@ def test_a_device_counts_the_elements_of_each_class_in_chunks_and_spans(columns:
     blocks_.measure()
     sizes = blocks_.size_P.tolist()
     found = zip(*(blocks_.counts(batch) for batch in blocks_.batches), strict=True)
-    count_N, before_N = (torch.cat(arrays) for arrays in found)
+    count_N, before_N, *_ = (torch.cat(arrays) for arrays in found)
     assert blocks_.size_P.tolist() == sizes
     wanted, before, spans = list[int](), list[int](), -(-rows * columns // (CHUNK * SPAN))
     for b, group in enumerate((0, 0, 1)):

@@ -315,10 +315,15 @@ def test_a_version_is_decoded_by_few_launches(monkeypatch: pytest.MonkeyPatch) -
     row_BF = np.tile(np.array([0, side, side, side, 0, 7, 255]), (first_B.size, 1))
     band_GF = np.array([[first, side, side, 1, side, b] for b, first in enumerate(first_B)])
     bound_B = np.arange(first_B.size + 1) * side**2 // 100
-    blocks = gpu_classes.BlockBits(row_BF, band_GF, bound_B, 2, torch.device("cpu"))
-    class_C = np.arange(14)
-    blocks.divide(
-        np.zeros(first_B.size, np.int64), Classes.of([np.stack((class_C, class_C, class_C), axis=1)])
+    decoded, encoded = (
+        gpu_classes.BlockBits(row_BF, band_GF, bound_B, 2, torch.device("cpu"), changes)
+        for changes in (None, made.there())
     )
-    assert few + (len(blocks.batches) - 1) * of_batch < 200
-    assert all(batch.room_bytes <= gpu_classes.MOST_BYTES for batch in blocks.batches)
+    class_C = np.arange(14)
+    for blocks in (decoded, encoded):
+        blocks.divide(
+            np.zeros(first_B.size, np.int64), Classes.of([np.stack((class_C, class_C, class_C), axis=1)])
+        )
+        assert blocks.room_bytes <= gpu_classes.MOST_BYTES
+    assert few + (len(decoded.batches) - 1) * of_batch < 200
+    assert len(encoded.batches) < 22  # which take no copy of old bits
