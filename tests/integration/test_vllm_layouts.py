@@ -108,7 +108,7 @@ def marked(*cases: str) -> list[Any]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     cases = [
         case
-        for case in (*TWINNED, *LIVED, *IN_PLACE, *REFUSED, *SWEPT)
+        for case in (*TWINNED, "quantizers", *LIVED, *IN_PLACE, *REFUSED, *SWEPT)
         if "LONG_TESTS" in os.environ or case not in SLOW
     ]
     command = [
@@ -201,7 +201,14 @@ def test_versions_a_rollback_damage_and_failing_twins_end_where_a_fresh_server_b
     assert [found[each]["versions"] for each in moments] == [[each] * 2 for each in (11, 11, 12, 13, 13)]
     assert all(found[each]["same"] and found[each]["made"] for each in moments)
     assert found["repaired"]
+    if case == "life:fp8":  # of 8 layers; every third version changes little, and needs few twins
+        assert [count < 4 for count in found["twins"]] == [number % 3 == 0 for number in range(10)]
     assert [reload_s > 0 for reload_s in found["twins again"]["reload_s"]] == [*[False] * 10, True, False]
+
+
+def test_vllm_quantizes_elements_as_it_does_whole_weights(told: dict[str, dict[str, Any]]) -> None:
+    proven = told["quantizers"]["proven"]
+    assert len(proven) == 6 and all(proven.values()), proven
 
 
 @pytest.mark.parametrize("case", marked(*REFUSED))

@@ -3,7 +3,7 @@ told as JSON.
 
     python -m tests.integration.vllm_layouts FOLDER llama gemma2 life:fp8 ...
 
-See `tests.integration.layouts`, and of `life:` see `life`.
+See `tests.integration.layouts`, of `life:` see `life`, and of `quantizers` its module.
 """
 
 # ruff: noqa: I001  # vLLM for the CPU wants to be imported before torch
@@ -39,11 +39,13 @@ from deltasync import Publisher
 from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
 from deltasync.following import Follow
+from tests.integration import quantizers
 from tests.integration.layouts import CASES, Case, follow, save
 from tests.integration.vllm_server import Server, save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.load import fallback
 from vllm_plugin.load.layers import keep_weights_addressable, note_models, tensors_of
+from vllm_plugin.load.plain import PlainLayer
 from deltasync.serve.shards import EngineClient, ShardsTarget
 from vllm_plugin.pauses import open_follow
 
@@ -155,15 +157,20 @@ def life(path: Path, case: Case) -> dict[str, Any]:
         server = Server("", settings.channel or "", weights, publisher=publisher)
 
         def publish(scale: float = 1.0) -> None:
+            """Change every element, or one in a hundred."""
             for tensor in weights.values():
-                tensor.mul_(scale).add_(0.01 * torch.rand(tensor.shape, generator=rng).round())
+                tensor.mul_(scale).add_(0.01 * (torch.rand(tensor.shape, generator=rng) > 0.99))
             publisher.publish(weights.items()).wait(60)
             caught_up(following)
 
         publisher.publish(weights.items()).wait(60)
         caught_up(following)
-        for number in range(10):
-            publish(1.01 if number % 3 else 1.0)
+        with mock.patch.object(fallback, "make", wraps=fallback.make) as making:
+            told["twins"] = []
+            for number in range(10):
+                making.reset_mock()
+                publish(1.01 if number % 3 else 1.0)
+                told["twins"].append(making.call_count)
         note("ten versions")
         layer = min(worker._deltasync_shard.engine._mirror.modules, key=lambda each: str(each))
         damaged = next(each for each in tensors_of(layer).values() if each.numel() > 1)
@@ -171,7 +178,8 @@ def life(path: Path, case: Case) -> dict[str, Any]:
         bytes_B[damaged.storage_offset() * damaged.element_size()] ^= 1
         told["repaired"] = following.audit()
         note("damage")
-        with mock.patch.object(fallback, "make", side_effect=RuntimeError("out of memory")):
+        failing = mock.patch.object(fallback, "make", side_effect=RuntimeError("out of memory"))
+        with failing, mock.patch.object(PlainLayer, "stage", return_value=None):
             publish()
         note("a twin that fails")
         publish()
@@ -199,6 +207,9 @@ def main() -> None:
     note_models()
     keep_weights_addressable()
     for name in sys.argv[2:]:
+        if name == "quantizers":
+            print("TOLD " + json.dumps({"case": name, "proven": quantizers.proven()}), flush=True)
+            continue
         case, runs = CASES[name.removeprefix("life:")], life if name.startswith("life:") else lay_out
         with laying_out(case.experts):
             path = save_model(Path(sys.argv[1], name.replace(":", "-")), case.config, **case.fields)

@@ -25,6 +25,7 @@ from deltasync.serve.load_plan import LoadPlan
 from deltasync.tensors import Delta, TensorSpec
 from deltasync.tensors.bits import bits_of, cast, int_view
 from vllm_plugin import logger
+from vllm_plugin.load import plain
 from vllm_plugin.load.layers import LOADER, parts, prepare_reload, tensors_of
 from vllm_plugin.load.twin import Group, Made, Twins, load, make, other_values, overlaps, values
 
@@ -116,7 +117,9 @@ class Mirror:
             groups.append((changing, names))
             without |= set() if has_twins else names
             known.add(kind)
-        self.twins = Twins(self._model, groups, self._make, without)
+        twinned = [(changing, names) for changing, names in groups if not names & without]
+        quantized = plain.find(self._model, twinned, self._tensors)
+        self.twins = Twins(self._model, groups, self._make, without, quantized)
 
     def _prove(
         self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]
@@ -251,7 +254,7 @@ class Mirror:
                 bits_of(tensor)[:] = changes[name]
             return tensor
 
-        self.twins.stage(names, new)
+        self.twins.stage(names, new, changes if isinstance(changes, Delta) else None)
 
     def refresh(self, changed: Iterable[str]) -> float:
         """Exchange what is staged in layers with twins, or bring it back; load other layers of changed
@@ -299,7 +302,7 @@ class Mirror:
 
     def audit(self) -> bool:
         """Return whether every bit is what twins, or vLLM's reload, have made; if not, all layers are `dirty`."""
-        is_intact = self.twins.is_intact()
+        is_intact = self.twins.is_intact() and not self.twins.distrust(self._tensors.__getitem__)
         if not is_intact:
             self.dirty = self.dirty | self.twins.layers
         return is_intact

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from types import MethodType
+from types import MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -21,11 +21,13 @@ from deltasync.kernels import native
 from deltasync.kernels.backend import backend_of
 from deltasync.live import LiveMemory, Segment, Staged
 from deltasync.serve.load_plan import NOT_HELD
-from deltasync.tensors import TensorSpec
+from deltasync.tensors import Changed, Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, dtype_name, int_view
+from deltasync.tensors.delta import joined, of_tensor
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
 from vllm_plugin.load.layers import LOADER, alone, is_part, parts, prepare_reload, tensors_of
+from vllm_plugin.load.plain import PlainLayer
 
 Weights = Mapping[str, torch.Tensor]
 Made = dict[torch.nn.Module, dict[str, torch.Tensor]]
@@ -211,6 +213,7 @@ class Twins:
         make: Returns the tensors of a group's layers from weights.
         without: The weights of groups that have no twins: vLLM loads the layers themselves, and what it has
             loaded is audited.
+        plain: The layers that need no twin for a delta (`plain.find`).
 
     Attributes:
         layers: The layers of all groups.
@@ -225,6 +228,7 @@ class Twins:
         groups: Iterable[Group],
         make: Callable[[Set[torch.nn.Module], Weights], Made],
         without: Set[str] = frozenset(),
+        plain: Mapping[torch.nn.Module, PlainLayer] = MappingProxyType({}),
     ) -> None:
         self._groups, self._make = [*groups], make
         changing = {layer: names for layers, _ in self._groups for layer, names in layers.items()}
@@ -245,12 +249,18 @@ class Twins:
             segment = Segment.whole(tensor)
             specs[name] = TensorSpec(name, dtype_name(segment.live.dtype), tuple(tensor.shape))
             segments[name] = [segment]
-        self._specs = specs
+        self._specs, self._layout = specs, Layout(specs)
+        self._plain = {
+            layer: each
+            for layer, each in plain.items()
+            if all(f"{self._paths[layer]}.{name}" in specs for name in each.names)
+        }
         self._device = backend_of(next((p.device for p in model.parameters()), torch.device("cpu")))
         self._memory = LiveMemory(specs, segments)
         self._memory.audit()
-        self._ready: Staged | None = None
-        self._done: Staged | None = None
+        self._ready, self._done = list[Staged](), list[Staged]()
+        # the largest magnitudes after what is ready, or before what is done; None if they are not known
+        self._most = dict[PlainLayer, np.ndarray | None]()
 
     def _named(self, made: Made) -> Iterator[tuple[str, torch.Tensor]]:
         for layer, tensors in made.items():
@@ -258,12 +268,40 @@ class Twins:
                 if not tensor.is_meta and tensor.numel():
                     yield f"{self._paths[layer]}.{name}", _once(tensor)
 
-    def stage(self, names: Set[str], new: Callable[[str], torch.Tensor]) -> None:
-        """Make ready what changes with these weights. `new` returns the new bits of a weight, on the host."""
+    def stage(self, names: Set[str], new: Callable[[str], torch.Tensor], delta: Delta | None = None) -> None:
+        """Make ready what changes with these weights. `new` returns the new bits of a weight, on the host; they
+        are what `delta` makes of them, if there is one.
+        """
         self.drop()
         changed = [(layers, of) for layers, of in self._groups if of & names & self.names]
-        if changed:
-            self._ready = self._memory.stage_weights(self._weights(changed, new))
+        self._most = {
+            self._plain[layer]: None for layers, _ in changed for layer in layers if layer in self._plain
+        }
+        plain = set() if delta is None else self._stage_plain(delta)
+        if twinned := [(layers, of) for layers, of in changed if not layers.keys() & plain]:
+            self._ready.append(self._memory.stage_weights(self._weights(twinned, new)))
+
+    def _stage_plain(self, delta: Delta) -> set[torch.nn.Module]:
+        """Make ready what a delta changes in plain layers, and return those of which it could."""
+        known, fingerprints = self._memory.fingerprints, dict[str, int]()
+        staged, parts = set[torch.nn.Module](), list[Delta]()
+        for layer, plain in self._plain.items():
+            try:
+                changes = plain.stage(delta) if plain in self._most else None
+            except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+                logger.warning("deltasync: %s is quantized by its twin: %r", self._paths[layer], error)
+                continue
+            if changes is None:
+                continue
+            staged.add(layer)
+            changed, self._most[plain] = changes
+            for name, steps in changed.items():
+                path = f"{self._paths[layer]}.{name}"
+                fingerprints[path] = steps.after(path, known[path])
+                parts.append(of_tensor(self._layout, path, steps.at_N, steps.new_N - steps.old_N))
+        if staged:
+            self._ready.append(self._memory.stage(Changed(joined(parts, self._layout), fingerprints)))
+        return staged
 
     def _weights(
         self, groups: Iterable[Group], new: Callable[[str], torch.Tensor]
@@ -309,29 +347,67 @@ class Twins:
             StageError: live memory was written by someone else; the bits are as before.
             CommitError: the bits are uncertain.
         """
-        ready, self._ready = self._ready, None
-        done, self._done = self._done, None
-        if done is not None:
-            self._memory.rollback(done)
-        if ready is not None:
-            self._memory.commit(ready)
-            wrong, _ = self._memory.compare(ready)
-            if wrong:
-                self._memory.rollback(ready)
-                raise FingerprintMismatchError(f"{wrong[0]} is not what its twin has made; rolled back.")
-            self._done = ready
+        ready, self._ready = self._ready, []
+        self._undo()
+        try:
+            for staged in ready:
+                self._memory.commit(staged)
+                self._done.append(staged)
+                wrong, _ = self._memory.compare(staged)
+                if wrong:
+                    raise FingerprintMismatchError(f"{wrong[0]} is not what its twin has made; rolled back.")
+        except Exception:
+            self._most = dict.fromkeys(self._most)
+            self._undo()
+            raise
+        if ready:
+            self._exchange_most()
+
+    def _undo(self) -> None:
+        done, self._done = self._done, []
+        for staged in reversed(done):
+            self._memory.rollback(staged)
+        if done:
+            self._exchange_most()
+
+    def _exchange_most(self) -> None:
+        """Have plain layers note the largest magnitudes of the mirror after an exchange, or before it."""
+        for plain, most_G in self._most.items():
+            self._most[plain], plain.most_G = plain.most_G, most_G
 
     def drop(self) -> None:
         """Forget what is staged, and how to undo what was exchanged last."""
-        self._ready = self._done = None
-        self.failed = set()
+        self._ready, self._done, self._most, self.failed = [], [], {}, set()
 
     def is_intact(self, layers: Set[torch.nn.Module] | None = None) -> bool:
         """Whether every bit, or those of these layers, is what was exchanged or `reloaded` last."""
         return self._memory.is_intact(None if layers is None else self._proven(layers))
 
+    def distrust(self, old: Callable[[str], torch.Tensor]) -> bool:
+        """Compare plain layers with twins of `old` weights. Returns whether any differs; it is not plain from
+        now on.
+        """
+        known, wrong = self._memory.fingerprints, list[torch.nn.Module]()
+        for layers, names in self._groups:
+            if not layers.keys() & self._plain.keys():
+                continue
+            try:
+                with self._device.staging():
+                    made = self._made(layers.keys(), {name: old(name) for name in sorted(names)})
+            except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+                logger.warning("deltasync: an audit could not make the twin of %s: %r", min(names), error)
+                continue
+            if any(native.fingerprint(tensor_key(name), made[name]) != known[name] for name in made):
+                wrong += layers
+        for layer in wrong:
+            logger.error("deltasync: %s is not what its twin is, so it is loaded again", self._paths[layer])
+            del self._plain[layer]
+        return bool(wrong)
+
     def reloaded(self, layers: Set[torch.nn.Module]) -> None:
         """Note that vLLM has loaded these layers themselves: their bits are right as they are."""
+        for layer in layers & self._plain.keys():
+            self._plain[layer].most_G = None
         self._memory.audit(self._proven(layers))
 
     def _proven(self, layers: Set[torch.nn.Module]) -> set[str]:
