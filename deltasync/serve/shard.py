@@ -187,6 +187,7 @@ class Engine(ABC):
     ) -> None:
         """Make ready, while the engine computes, what it makes of the tensors `names` that a version changes.
         Nothing that it computes with is changed. `changes` has changes, or new bits, of those `mirrored`.
+        What was staged before is forgotten.
         """
 
     def refresh(self, changed: Iterable[str]) -> float:
@@ -585,6 +586,7 @@ class Shard:
             self._staged = None
             if self._committed is not None:
                 self.undo()
+            self.engine.stage({}, frozenset())  # what is staged, and undoes the last commit, takes memory
 
     def wake_up(self) -> None:
         """Take calls again: the weights are in memory. An audit has to find out their bits."""

@@ -23,6 +23,7 @@ from safetensors.torch import load_file, save_file
 from deltasync import Publisher
 from deltasync.config import ReplicaSettings
 from deltasync.tensors.bits import cast, dtype_for
+from deltasync.trainer.stream import QUANTIZATION, fp8_blocks
 
 
 class Engine(Protocol):
@@ -225,6 +226,10 @@ CASES = {
         kind: Case(transformers.Qwen3Config, {"intermediate_size": 192, "head_dim": 32}, format=kind)
         for kind in ("int8", "float8", "gptq", "awq")
     },
+    # As `dtype="fp8"` publishes it.
+    "fp8_blocks": Case(
+        transformers.Qwen3Config, {"intermediate_size": 256, "head_dim": 64}, format="fp8_blocks"
+    ),
     # Its loader copies by itself into expert tensors, which vLLM's layerwise reload does not notice.
     "gpt_oss": Case(
         transformers.GptOssConfig,
@@ -416,17 +421,20 @@ _INT8, _FP8 = ({"num_bits": 8, "type": kind, "symmetric": True} for kind in ("in
 _FORMATS: dict[str, dict[str, Any]] = {
     "int8": _compressed("int-quantized", _INT8 | _CHANNELS, _INT8 | _TOKENS),
     "float8": _compressed("float-quantized", _FP8 | _CHANNELS, _FP8 | _TOKENS),
+    "fp8_blocks": QUANTIZATION,
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
 }
 
 
 def quantized(path: Path, kind: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return a checkpoint in a quantized format, with random values in its linear layers, and note the format in
-    its configuration. Shapes are those of vLLM's `create_weights` of each.
+    """Return a checkpoint in a quantized format, and note the format in its configuration. Blocks are what a
+    publisher makes; others have random values in their linear layers, in the shapes of vLLM's `create_weights`.
     """
     settings = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(settings | {"quantization_config": _FORMATS[kind]}))
+    if kind == "fp8_blocks":
+        return dict(fp8_blocks(weights.items()))
     rng, found = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
 
     def integers(*shape: int) -> torch.Tensor:

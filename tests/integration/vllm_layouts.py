@@ -31,6 +31,10 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.lora.model_manager import create_lora_manager
 from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
 from vllm.model_executor.layers.quantization.utils.flashinfer_utils import swap_w13_to_w31
+from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import (
+    Fp8BlockScaledMMLinearKernel,
+)
+from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
 from vllm.model_executor.model_loader import get_model
 from vllm.model_executor.utils import replace_parameter
 from vllm.v1.spec_decode.eagle import EagleProposer
@@ -40,7 +44,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
 from deltasync.following import Follow
 from tests.integration import quantizers
-from tests.integration.layouts import CASES, Case, follow, save
+from tests.integration.layouts import CASES, Case, follow, other_than, quantized, save
 from tests.integration.vllm_server import Server, save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.load import fallback
@@ -80,6 +84,15 @@ def laying_out(experts: str) -> contextlib.AbstractContextManager[object]:
 
     return mock.patch.object(
         CPUUnquantizedExperts, "process_weights_after_loading", process_weights_after_loading
+    )
+
+
+def keeping_blocks() -> contextlib.AbstractContextManager[object]:
+    """Have vLLM keep FP8 in blocks as its kernels for GPUs do, whatever this CPU has."""
+    return mock.patch.multiple(
+        CPUFp8BlockScaledMMKernel,
+        is_supported=classmethod(lambda cls, compute_capability=None: (True, None)),
+        process_weights_after_loading=Fp8BlockScaledMMLinearKernel.process_weights_after_loading,
     )
 
 
@@ -128,12 +141,15 @@ def engine(
 
 
 def life(path: Path, case: Case) -> dict[str, Any]:
-    """What becomes of what vLLM makes of weights: ten versions, damaged memory, a twin that fails, and a version
-    that is rolled back. After each, whether its sha256 is that of a server that loads the version served.
+    """What becomes of what vLLM makes of weights: ten versions, damaged memory, sleep, a twin that fails, and a
+    version that is rolled back. After each, whether its sha256 is that of a server that loads the version served.
     """
     folder = path.parent / "life"
     settings = ReplicaSettings(channel=f"file://{folder}/channel", replica_id="here")
     weights, rng = load_file(path / "model.safetensors"), torch.Generator().manual_seed(0)
+    if case.format is not None:
+        weights = quantized(path, case.format, weights)
+        save(path, case, weights)
     worker = worker_of(*load(path, case.arguments))
     following = open_follow(client(worker), settings)
     told: dict[str, Any] = {}
@@ -157,9 +173,12 @@ def life(path: Path, case: Case) -> dict[str, Any]:
         server = Server("", settings.channel or "", weights, publisher=publisher)
 
         def publish(scale: float = 1.0) -> None:
-            """Change every element, or one in a hundred."""
-            for tensor in weights.values():
-                tensor.mul_(scale).add_(0.01 * (torch.rand(tensor.shape, generator=rng) > 0.99))
+            """Change every element, or one in a hundred; all of those that have come quantized."""
+            for name, tensor in weights.items():
+                if tensor.is_floating_point() and tensor.element_size() > 1:
+                    tensor.mul_(scale).add_(0.01 * (torch.rand(tensor.shape, generator=rng) > 0.99))
+                else:
+                    weights[name] = other_than(name, tensor)
             publisher.publish(weights.items()).wait(60)
             caught_up(following)
 
@@ -174,10 +193,11 @@ def life(path: Path, case: Case) -> dict[str, Any]:
         note("ten versions")
         layer = min(worker._deltasync_shard.engine._mirror.modules, key=lambda each: str(each))
         damaged = next(each for each in tensors_of(layer).values() if each.numel() > 1)
-        bytes_B = torch.empty(0, dtype=torch.uint8).set_(damaged.untyped_storage())  # type: ignore[arg-type]
-        bytes_B[damaged.storage_offset() * damaged.element_size()] ^= 1
+        memory_of(damaged)[damaged.storage_offset() * damaged.element_size()] ^= 1
         told["repaired"] = following.audit()
         note("damage")
+        sleep(worker)
+        note("sleep")
         failing = mock.patch.object(fallback, "make", side_effect=RuntimeError("out of memory"))
         with failing, mock.patch.object(PlainLayer, "stage", return_value=None):
             publish()
@@ -190,6 +210,23 @@ def life(path: Path, case: Case) -> dict[str, Any]:
         weights |= before
         note("a rollback")
     return told
+
+
+def sleep(worker: DeltaSyncWorkerExtension) -> None:
+    """Put a worker to sleep and wake it up, as vLLM does with level 2, which leaves of a model its buffers."""
+    shard, model = worker._deltasync_shard, worker.model_runner.get_model()
+    shard.fall_asleep()
+    kept = {buffer.untyped_storage().data_ptr() for buffer in model.buffers()}
+    for module in model.modules():
+        for tensor in tensors_of(module).values():
+            if not tensor.is_meta and tensor.untyped_storage().data_ptr() not in kept:
+                memory_of(tensor).fill_(0x5A)
+    shard.wake_up()
+
+
+def memory_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor's storage."""
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())  # type: ignore[arg-type]
 
 
 def lay_out(path: Path, case: Case) -> dict[str, Any]:
@@ -211,7 +248,7 @@ def main() -> None:
             print("TOLD " + json.dumps({"case": name, "proven": quantizers.proven()}), flush=True)
             continue
         case, runs = CASES[name.removeprefix("life:")], life if name.startswith("life:") else lay_out
-        with laying_out(case.experts):
+        with laying_out(case.experts), keeping_blocks():
             path = save_model(Path(sys.argv[1], name.replace(":", "-")), case.config, **case.fields)
             print("TOLD " + json.dumps({"case": name, **runs(path, case)}), flush=True)
 

@@ -12,11 +12,13 @@ import pytest
 import torch
 
 from deltasync.errors import FingerprintMismatchError, ModelMismatchError, StageError
+from deltasync.serve.shard import Shard
 from deltasync.tensors.bits import bits_of
 from vllm_plugin.load import layers
 from vllm_plugin.load.fallback import Mirror, _kept_attributes
 from vllm_plugin.load.layers import tensors_of
 from vllm_plugin.load.twin import Made, Twins, _Separate, other_values, overlaps, values
+from vllm_plugin.worker import WorkerEngine
 
 
 class Scaled(torch.nn.Module):
@@ -236,6 +238,45 @@ def test_a_repair_loads_damaged_layers_and_exchanges_nothing(monkeypatch: pytest
     assert mirror.audit()
     assert [float(layer.weight.float().max()) for layer in model] == [1, 1]
     assert committed(mirror, 3) == 0
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_layers_are_a_fresh_server_s_after_sleep_which_ends_what_is_staged(
+    level: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As vLLM sleeps: with level 1 weights come back, with level 2 their memory is there without its bits."""
+
+    def loaded(value: float) -> dict[str, str]:
+        """Return what layers hold that are loaded from weights of this value, without twins."""
+        model = torch.nn.ModuleList([Scaled(), Scaled()])
+        mirror = mirror_of(model, Failing(), monkeypatch, without={"w0", "w1"})
+        committed(mirror, value)
+        return mirror.made()
+
+    model = torch.nn.ModuleList([Scaled(), Scaled()])
+    mirror = mirror_of(model, Failing(), monkeypatch)
+    config = SimpleNamespace(runner_type="generate", dtype=torch.float32)
+    engine = WorkerEngine(SimpleNamespace(get_model=lambda: model, model_config=config))
+    engine._mirror = mirror
+    shard = Shard(None, engine)  # type: ignore[arg-type]
+    committed(mirror, 1)
+    if level == 2:
+        bits = {name: bits_of(torch.full((4, 6), 2.0)) for name in mirror._tensors}
+        engine.stage(bits, bits.keys())  # a version that is never committed
+    assert mirror.twins._ready or mirror.twins._done
+    shard.fall_asleep()
+    assert mirror.twins._ready == mirror.twins._done == []
+    if level == 2:
+        for layer in model:
+            layer.weight.data.view(torch.int8).fill_(0x5A)
+            layer.scale.fill_(9)
+    shard.wake_up()
+    assert engine.is_intact() == (level == 1)
+    engine.refresh(())
+    assert engine.is_intact()
+    assert engine.made() == loaded(1)
+    assert committed(mirror, 3) == 0
+    assert engine.made() == loaded(3)
 
 
 @pytest.mark.parametrize("wrong", [torch.zeros(2, 2), torch.zeros(6, 4), None])

@@ -19,12 +19,12 @@ from vllm_plugin import logger
 
 
 def restore(twin: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Give a copy of a module meta tensors for parameters that vLLM changed after loading, and its own
-    `load_weights`.
+    """Give a copy of a module what its loader expects for parameters that vLLM changed after loading, and its
+    own `load_weights`.
     """
     if hasattr(vars(twin).get("load_weights"), "deltasync_refuses"):
         del twin.load_weights
-    twin._parameters |= _before_changes(module)  # type: ignore[arg-type]
+    twin._parameters |= _loadable(module)  # type: ignore[arg-type]
 
 
 def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
@@ -32,7 +32,7 @@ def computed_parameters(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     the layer.
     """
     recorded = _recorded(layer)
-    if recorded is None or _before_changes(layer):
+    if recorded is None or _is_changed(layer, recorded):
         return {}
     names = layer._parameters.keys() - recorded.keys() - {"bias"}  # vLLM does not record a bias
     return {name: tensor for name in sorted(names) if (tensor := layer._parameters[name]) is not None}
@@ -154,21 +154,34 @@ def _checkpoint(load_config: Any, model_config: Any, model: Any) -> Iterator[tup
     yield from loader.get_all_weights(model_config, model)
 
 
-def _before_changes(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return a layer's parameters as they were before vLLM changed them: meta tensors with weight loaders, or
-    none.
+def _loadable(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return those of a layer's parameters that vLLM put others in the place of, as its weight loaders expect
+    them: meta tensors of all if any has another dtype or shape now, otherwise views of the others.
     """
     recorded = _recorded(layer) or {}
-    if all(_layout(layer._parameters.get(name)) == _layout(tensor) for name, tensor in recorded.items()):
+    is_changed, now = _is_changed(layer, recorded), layer._parameters
+    # of a class of vLLM's, whose methods load it, before; a plain parameter after `replace_parameter`
+    wanted = {
+        name: each for name, each in recorded.items() if is_changed or type(each) is not type(now[name])
+    }
+    if not wanted:
         return {}
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
-    before = {name: restore_layer_refs(to_meta_tensor(tensor), layer) for name, tensor in recorded.items()}
-    for tensor in before.values():
+    found = {name: restore_layer_refs(to_meta_tensor(tensor), layer) for name, tensor in wanted.items()}
+    for name, tensor in found.items():
         tensor.weight_loader = _get_original_loader(tensor)
-    return before
+        if not is_changed:
+            found[name] = view = now[name].data  # type: ignore[union-attr]
+            view.__class__, view.__dict__ = tensor.__class__, tensor.__dict__
+    return found
+
+
+def _is_changed(layer: torch.nn.Module, recorded: dict[str, torch.Tensor]) -> bool:
+    """Whether a parameter has another dtype or shape than before vLLM changed the layer."""
+    return any(_layout(layer._parameters.get(name)) != _layout(tensor) for name, tensor in recorded.items())
 
 
 def _recorded(layer: torch.nn.Module) -> dict[str, torch.Tensor] | None:
