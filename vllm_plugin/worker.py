@@ -112,7 +112,7 @@ class WorkerEngine(Engine):
 
     def is_intact(self) -> bool:
         """As `Engine.is_intact`."""
-        return self._mirror.audit()
+        return self._mirror.audit() and super().is_intact()
 
 
 def open_shard(runner: Any, channel: str, trusted_keys: str | None = None) -> Shard:

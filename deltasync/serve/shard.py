@@ -135,6 +135,7 @@ class Engine(ABC):
     mirrored: Set[str] = frozenset()
     twinned: Set[str] = frozenset()
     _copies: Sequence[derived.DerivedCopy] = ()
+    _sums: Sequence[torch.Tensor] = ()  # of the copies, as they were made last
 
     def take(self, specs: Mapping[str, TensorSpec]) -> None:
         """Make the draft whose tensors the channel has a part of `model`, before the load plan is
@@ -181,6 +182,7 @@ class Engine(ABC):
             ModelMismatchError: it does not.
         """
         self._copies = derived.find(self.model, covered, reloaded, self.later)
+        self._sums = derived.sums(self._copies)
 
     def stage(  # noqa: B027 - most engines make nothing of weights
         self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]
@@ -195,6 +197,7 @@ class Engine(ABC):
         Returns the seconds that loading them again took.
         """
         derived.refresh(self._copies)
+        self._sums = derived.sums(self._copies)
         return 0.0
 
     def made(self) -> dict[str, str]:
@@ -207,7 +210,7 @@ class Engine(ABC):
         """Whether live memory is what the engine has made of weights, as far as that is known; if not,
         `refresh` makes it again.
         """
-        return True
+        return all(map(torch.equal, self._sums, derived.sums(self._copies)))
 
 
 class Shard:

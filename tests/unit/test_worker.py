@@ -565,6 +565,19 @@ class TestDerivedCopies:
         assert model.attention.impl.sinks is held
         assert torch.equal(held, model.sinks.float())
 
+    def test_an_audit_finds_a_copy_that_somebody_wrote(self) -> None:
+        model = WithSinks(in_place=True)
+        opened = extension.WorkerEngine(tests_driving.runner_of(lambda: model))
+        opened.prove(set())
+        model.sinks.data.add_(1)
+        opened.refresh({"sinks"})
+        assert opened.is_intact()
+        model.attention.impl.sinks[3] += 1
+        assert not opened.is_intact()
+        opened.refresh(())
+        assert opened.is_intact()
+        assert torch.equal(model.attention.impl.sinks, model.sinks.float())
+
     def test_copies_are_compared_by_their_bits(self) -> None:
         model = WithSinks(in_place=True)
         model.sinks.data[-2:] = torch.tensor([0.0, torch.nan])
