@@ -104,6 +104,7 @@ ENTRIES = {
     "scale": Entry(10, "-m benchmarks.scale --json", _no_memory(20)),
     "age": Entry(2, "-m benchmarks.age --json", _no_memory(8)),
     "trillion": Entry(3, "-m benchmarks.trillion --json", _no_memory(8)),
+    "fleet": Entry(6, "-m benchmarks.fleet --replicas 200 --json", _without("moto")),
     "cost_sheet": Entry(2, "-m benchmarks.cost_sheet --json", _without("moto")),
     "lag": Entry(5, "-m benchmarks.lag small large idle --json", _without("moto")),
     "outage": Entry(5, "-m benchmarks.outage --json", _without("moto")),
