@@ -66,7 +66,7 @@ READ = {
     "exact, older": header(409, "1"),
     "later": header(200, ">=1"),
     "later, not served": header(409, ">=99"),
-    "latest": header(200, ">=latest"),
+    "latest": Demand(200, ((HEADER, ">=latest"), (TIMEOUT, "60"))),  # it asks the store
     "spaces": header(409, "  >=  99 "),
     "name in capitals": header(409, "99", name="X-DeltaSync-Version"),
     "junk": header(400, "junk"),

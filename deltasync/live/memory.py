@@ -170,10 +170,11 @@ class LiveMemory:
         """
         self._check_places(self._specs)
         if names is None:
-            part_P, names = np.zeros(sum(map(len, self._segments.values())), np.uint64), self._specs.keys()
+            part_P = np.zeros(sum(map(len, self._segments.values())), np.uint64)
+            wanted = {*range(part_P.size)}
         else:
             part_P = self.known_parts.copy()
-        wanted = {part for name in names for part, _ in self._parts_of(name)}
+            wanted = {part for name in names for part, _ in self._parts_of(name)}
         for places in itertools.chain(*self._places.values(), *self._tied.values()):
             if parts := places.lines.keys() & wanted:
                 with places.device.staging():

@@ -30,6 +30,7 @@ STARTS = {
     "test-radosgw": ("-m tests.servers.radosgw", "--help"),
     "test-router": ("-m pytest tests/integration/test_router.py", "--collect-only -q"),
     "test-sglang": ("-m pytest tests/integration/test_sglang.py", "--collect-only -q"),
+    "test-triton": ("-m pytest tests/property/test_gpu_compiled.py", "--collect-only -q"),
     "fuzz": ("-m tests.fuzz.run", None),  # below
     "simulate": ("-m tests.simulator", "--seeds 1 --steps 5"),
     "release-check": ("requirements/release.py", "--help"),
