@@ -88,7 +88,6 @@ class Replicas:
     """The replicas of one process."""
 
     def __init__(self, url: str | Store, first: int, count: int) -> None:
-        logging.getLogger("deltasync").setLevel(logging.CRITICAL)  # of an outage, a thousand times
         self._members = [_member(url, number) for number in range(first, first + count)]
         self._pool = ThreadPoolExecutor(_AT_ONCE)
 
@@ -173,6 +172,7 @@ class Moto:
 
 def _serve(make: Callable[..., Any], arguments: Sequence[Any], pipe: Connection) -> None:
     os.environ.update(KEYS)
+    logging.getLogger("deltasync").setLevel(logging.CRITICAL)  # of an outage, a thousand times
     made = make(*arguments)
     pipe.send(None)
     for method, given in iter(pipe.recv, None):
