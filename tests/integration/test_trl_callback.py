@@ -440,16 +440,13 @@ def test_a_model_that_was_loaded_from_nowhere_has_no_initial_checkpoint(tmp_path
 
 def test_a_checkpoint_continues_its_run_though_it_is_older_than_the_head(tmp_path: Path) -> None:
     url, out = f"file://{tmp_path}/channel", tmp_path / "out"
-    trainer = make_trainer(
-        tiny_model(), out, DeltaSyncCallback(url), max_steps=4, save_strategy="steps", save_steps=2
-    )
-    trainer.train()
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    sync = DeltaSyncCallback(url)
+    make_trainer(tiny_model(), out, sync, FlushEachStep(sync), max_steps=4, **saving).train()
     run, version = run_id(url), Replica(url).sync()
 
     sync, recorder = DeltaSyncCallback(url), Recorder(tmp_path / "saved")
-    trainer = make_trainer(
-        tiny_model(), out, sync, recorder, max_steps=5, save_strategy="steps", save_steps=2
-    )
+    trainer = make_trainer(tiny_model(), out, sync, recorder, FlushEachStep(sync), max_steps=5, **saving)
     trainer.train(resume_from_checkpoint=str(out / "checkpoint-2"))
     assert run_id(url) == run
     # The first version goes back from step 4 to step 2.
@@ -545,6 +542,7 @@ def test_integrations_see_the_metrics(tmp_path: Path, monkeypatch: pytest.Monkey
     trainer = make_trainer(tiny_model(), tmp_path / "out", *first, max_steps=4, report_to=["tensorboard"])
     if not first:
         trainer.add_callback(sync)
+    trainer.add_callback(FlushEachStep(sync))  # the first version is not part of the second
     trainer.add_callback(Replicas())  # after what it waits for
     trainer.train()
 

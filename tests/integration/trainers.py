@@ -161,6 +161,10 @@ class FlushEachStep(TrainerCallback):
     def __init__(self, sync: DeltaSyncCallback) -> None:
         self.sync = sync
 
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if (publisher := self.sync.weight_transfer.publisher) is not None:
+            publisher.flush()
+
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         publisher = self.sync.weight_transfer.publisher
         assert publisher is not None
