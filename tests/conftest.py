@@ -8,10 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-# Threads of torch spin while they wait for one another: of tiny models, of several workers, and of every
-# process that tests start, that is most of the time.
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-
 import numpy as np
 import pytest
 import torch
