@@ -249,9 +249,7 @@ def stream_of(model: torch.nn.Module, adapter_only: bool | str = False) -> Itera
     """
     live = None if adapter_only or is_peft(model) else live_tensors(model)
     if live is not None and all(map(MARKS.isdisjoint, map(vars, live.values()))):
-        return _whole(
-            model, live
-        ).items()  # the checks below would find with four walks that it has no shards
+        return _whole(model, live).items()  # without shards, which the checks below find with four walks
     check_publishable(model, adapter_only)
     if is_sharded(model):
         held = adapter.shards(model, adapter_only) if adapter_only else held_tensors(model)

@@ -313,11 +313,8 @@ class AdapterTarget(MemoryTarget):
 
     async def _add_request(self, add_request: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
         """As vLLM's, in the context of the request; note the newest version that it may meet."""
-        added, lag, lora = (
-            await add_request(request_id, *args, **kwargs),
-            max_lag.get(),
-            kwargs.get("lora_request"),
-        )
+        added = await add_request(request_id, *args, **kwargs)
+        lag, lora = max_lag.get(), kwargs.get("lora_request")
         number = None if lora is None else self._requests.number(lora.lora_name)
         if lag is not None and number is not None:
             processor = self._engine.output_processor

@@ -592,9 +592,8 @@ def _kept(words_of: Sequence[np.ndarray], count_B: np.ndarray, keep_B: np.ndarra
         keep_B: Which blocks are kept.
     """
     word_B = bounds(count_B)
-    edge_E = np.flatnonzero(
-        np.diff(keep_B, prepend=False, append=False)
-    )  # where runs of blocks begin and end
+    # where runs of blocks begin and end
+    edge_E = np.flatnonzero(np.diff(keep_B, prepend=False, append=False))
     run_R2, first = word_B[edge_E].reshape(-1, 2), 0
     for words in words_of:
         span_R2 = np.clip(run_R2 - first, 0, words.size)

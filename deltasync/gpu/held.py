@@ -13,12 +13,11 @@ import numpy as np
 from deltasync.codec import tiles
 from deltasync.codec.tiles import Tiling
 from deltasync.errors import StageError
+from deltasync.gpu.classes import ADDRESS, COLUMNS, ROWS, STRIDE
 from deltasync.tensors import Vector, bounds, region_size
 
 if TYPE_CHECKING:
     from deltasync.live import Segment
-
-ADDRESS, COLUMNS, STRIDE, ROWS = range(4)  # of `kernels.native.FIELDS`
 
 _MOST_ELEMENTS = 1 << 32  # of a tensor of which a part is held: positions are found by their lower halves
 
@@ -42,11 +41,10 @@ class HeldTiles:
         self._vector = vector
         self._held = [[each for each in segments.get(name, ()) if each.live.numel()] for name in vector.names]
         size_T = np.diff(vector.first_T)
-        address_T = [
+        self._address_T = [
             _whole(held, size) if size else 0 for held, size in zip(self._held, size_T.tolist(), strict=True)
         ]
-        self.are_whole = None not in address_T
-        self._address_T = address_T
+        self.are_whole = None not in self._address_T
         if not self.are_whole and size_T.max(initial=0) > _MOST_ELEMENTS:
             raise StageError(
                 f"A tensor has more than {_MOST_ELEMENTS} elements, and only a part of it is here."

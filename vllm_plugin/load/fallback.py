@@ -275,6 +275,8 @@ class Mirror:
             raise
         names = changed - (twins.names - twins.failed)
         layers = self._layers_of(names)
+        if not layers:
+            return 0.0
         reload_s = self.reload(names)
         twins.reloaded(layers)
         self.dirty = layers

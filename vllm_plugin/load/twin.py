@@ -277,7 +277,7 @@ class Twins:
         self._most = {
             self._plain[layer]: None for layers, _ in changed for layer in layers if layer in self._plain
         }
-        plain = set() if delta is None else self._stage_plain(delta)
+        plain = set() if delta is None or not self._most else self._stage_plain(delta)
         if twinned := [(layers, of) for layers, of in changed if not layers.keys() & plain]:
             self._ready.append(self._memory.stage_weights(self._weights(twinned, new)))
 
