@@ -121,6 +121,6 @@ def _places(segment: Segment, width: int, block_BF: np.ndarray) -> tuple[np.ndar
     low_DB, high_DB = np.minimum(begin_DB, end_DB), np.maximum(begin_DB, end_DB)
     high_DB[-1] += columns_B - 1
     is_in_B = ((low_DB >= 0) & (high_DB < size_D[:, None])).all(axis=0)
-    is_in_B &= bool(stride_D[-1] == live_D[-1] == 1)
+    is_in_B &= stride_D[-1] == live_D[-1] == 1
     address_B = segment.live.data_ptr() + width * (live_D @ begin_DB)
     return np.stack((address_B, np.where(rows_B > 1, live_D @ row_DB, columns_B)), axis=1), is_in_B

@@ -343,7 +343,7 @@ def find(
             for layers, names in groups
             for layer, changing in layers.items()
             if len(layers) == 1 and (quantizer := _quantizer(layer)) is not None
-            for scale in [*(changing - {"weight"})]
+            for scale in changing - {"weight"}
             if changing == {"weight", scale}
         }
         of_names = [names for *_, names in quantizers.values()]
@@ -356,7 +356,8 @@ def find(
             if sum(part.rows * part.columns for part in parts) == weight.numel():
                 two = {name: held[name] for name in ("weight", scale)}
                 plain = PlainLayer(two, weight, parts, *quantizer)
-                found |= {layer: plain} if plain.prove() else {}
+                if plain.prove():
+                    found[layer] = plain
         if quantizers:
             logger.info("deltasync: plain quantizers: layers=%d of %d", len(found), len(quantizers))
     except Exception as error:  # noqa: BLE001 - vLLM's, of any class
