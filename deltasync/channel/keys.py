@@ -30,6 +30,7 @@ _FOLDER = re.compile(r"versions/[0-9]{7}/")
 _COMPACTION = re.compile(rf"compactions/({_VERSION})-({_VERSION})\.({_EPOCH})\.safetensors")
 _ANNOUNCEMENT = re.compile(rf"announcements/({_VERSION})\.({_EPOCH})\.safetensors")
 _EPOCH_DOCUMENT = re.compile(rf"epochs/({_EPOCH})\.json")
+_BOOT = re.compile(rf"{REPLICAS}[^/]+/([0-9a-f]{{8}})\.json")
 _FILE = re.compile(rf"(?:parts|anchors)/({_VERSION})\.({_EPOCH})\.([0-9]{{1,9}})/.+")
 
 
@@ -164,9 +165,22 @@ def file_of(key: str) -> Slot | None:
     return Slot(int(match[1]), match[2]) if match else None
 
 
+def boots_folder(replica_id: str) -> str:
+    """Folder of the heartbeats of a replica's name: several replicas may have it, and each boot has its own key."""
+    return f"{REPLICAS}{replica_id}/"
+
+
 def replica(replica_id: str, boot: str | None = None) -> str:
-    """Key of a replica's heartbeat; each boot has its own, because several replicas may have one name."""
-    return check_key(f"{REPLICAS}{replica_id}{'' if boot is None else f'.{boot}'}.json")
+    """Key of a replica's heartbeat."""
+    return check_key(
+        f"{REPLICAS}{replica_id}.json" if boot is None else f"{boots_folder(replica_id)}{boot}.json"
+    )
+
+
+def boot_of(key: str) -> str | None:
+    """The boot that the key of a heartbeat in a `boots_folder` names, None for any other key."""
+    match = _BOOT.fullmatch(key)
+    return match[1] if match else None
 
 
 def probe(epoch: str) -> str:

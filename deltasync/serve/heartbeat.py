@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import http.client
 import math
-import re
 import time
 import urllib.error
 import urllib.request
@@ -318,9 +317,8 @@ def _told_apart(beats: Iterable[Heartbeat]) -> list[Heartbeat]:
 
 def others(store: Store, replica_id: str, boot: str) -> dict[str, ObjectInfo]:
     """Return the heartbeats of other boots of a replica's name, by the boot."""
-    own = re.compile(re.escape(f"{keys.REPLICAS}{replica_id}.") + r"([0-9a-f]{8})\.json")
-    listed = ((own.fullmatch(info.key), info) for info in store.list(f"{keys.REPLICAS}{replica_id}."))
-    return {match[1]: info for match, info in listed if match is not None and match[1] != boot}
+    listed = ((keys.boot_of(info.key), info) for info in store.list(keys.boots_folder(replica_id)))
+    return {other: info for other, info in listed if other not in (None, boot)}
 
 
 def ask(urls: Sequence[str], run_id: str, deadline: float | None = None) -> list[Heartbeat]:

@@ -24,8 +24,7 @@ from deltasync.threads import Workers, daemon
 logger = get_logger(__name__)
 
 _SCARCE_S = 45.0  # less than `heartbeat.LIVE_S`
-# From one look for others of its name to the next: doubled each time, because each lists all heartbeats, and so
-# do the looks of all other replicas.
+# From one look for others of its name to the next, doubled each time: nobody changes names so often.
 _LOOK_S, _LONGEST_LOOK_S = 60.0, 3600.0
 _TICK_S = 2.0  # how often the thread looks whether a heartbeat is due, and whether this is another life
 _OWN = 64  # heartbeats of its own that a writer knows again: an earlier put may take effect late

@@ -16,6 +16,7 @@ import torch
 from huggingface_hub.utils import get_session
 
 from deltasync import Publisher
+from deltasync.channel import keys
 from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.config import ReplicaSettings
@@ -563,9 +564,35 @@ def test_looks_for_others_of_a_name_become_rare(memory_url: str, monkeypatch: py
     looked_s = []
     for now_s in range(0, 4 * 3600, 10):
         writer._write(Heartbeat(replica_id="localhost-1", run_id=RUN, version=1, state="serving"))
-        if store.calls.count(("list", "replicas/localhost-1.")) > len(looked_s):
+        if store.calls.count(("list", "replicas/localhost-1/")) > len(looked_s):
             looked_s.append(now_s)
     assert looked_s == [0, 60, 180, 420, 900, 1860, 3780, 7380, 10980]
+
+
+def test_a_look_for_others_lists_one_names_heartbeats_however_many_there_are(memory_url: str) -> None:
+    store = FaultyStore(open_store(memory_url))
+    for number in range(1_000):
+        store.inner.put(keys.replica(f"localhost-{number}", "0000000a"), b"")
+        store.inner.put(f"replicas/localhost-{number}.0000000a.json", b"")  # as builds of before did
+    assert heartbeat.others(store, "localhost-1", "0000000a") == {}
+    assert [*heartbeat.others(store, "localhost-1", "0000000b")] == ["0000000a"]
+    for verb, prefix, *_ in store.calls:
+        assert verb == "list" and prefix.endswith(
+            "/"
+        )  # stores list a folder, whatever follows it in a prefix
+        assert [info.key for info in store.inner.list(prefix)] == [keys.replica("localhost-1", "0000000a")]
+
+
+def test_replicas_of_before_and_of_now_are_one_fleet(store: Store) -> None:
+    heartbeat.write(store, Heartbeat(replica_id="r", run_id=RUN, version=1, state="serving", boot="0000000a"))
+    data = store.read(keys.replica("r", "0000000a"), 1 << 20)
+    store.put("replicas/r.0000000b.json", data.replace(b"0000000a", b"0000000b"))  # where they were written
+    beat(store, "without", 1)
+    assert sorted(beat.replica_id for beat in heartbeat.read_all(store, RUN)) == [
+        "r (boot 0000000a)",
+        "r (boot 0000000b)",
+        "without",
+    ]
 
 
 def test_a_replica_that_starts_again_is_one_and_does_not_warn(
@@ -583,7 +610,7 @@ def test_a_replica_that_starts_again_is_one_and_does_not_warn(
         (found,) = heartbeat.read_all(store, RUN)
         assert (found.replica_id, found.boot) == ("localhost-1", boot)
         if start:  # killed, a while ago
-            store.age(LONG_AGO_S, f"replicas/localhost-1.{boot}.json")
+            store.age(LONG_AGO_S, f"replicas/localhost-1/{boot}.json")
         else:
             writer.stop(told(store, boot, 2, heartbeat.STOPPED))
     assert "another replica" not in caplog.text
@@ -605,7 +632,7 @@ def test_replicas_that_were_restored_from_one_snapshot_are_two(
         [(hangs, 1), (goes_on, 1), (hangs, 1), (goes_on, 2), (goes_on, 2), (hangs, 1)]
     ):
         write(writer, version, number + 1)
-    assert "another process writes replicas/localhost-1.deadbeef.json" in caplog.text
+    assert "another process writes replicas/localhost-1/deadbeef.json" in caplog.text
     assert sorted((beat.version, beat.boot == "deadbeef") for beat in heartbeat.read_all(store, RUN)) == [
         (1, True),
         (2, False),
@@ -642,8 +669,8 @@ def test_a_put_of_its_own_that_takes_effect_late_is_no_copy(store: Store) -> Non
     for version in (1, 2):
         writer.update(told(store, "0000000a", version))
         wait_until(lambda: not writer._workers.busy)
-        bodies.append(store.read("replicas/localhost-1.0000000a.json", 1 << 20))
-    store.put("replicas/localhost-1.0000000a.json", bodies[0])
+        bodies.append(store.read("replicas/localhost-1/0000000a.json", 1 << 20))
+    store.put("replicas/localhost-1/0000000a.json", bodies[0])
     writer.update(told(store, "0000000a", 3))
     wait_until(lambda: not writer._workers.busy)
     assert life.boot == "0000000a" and not life.past

@@ -288,7 +288,7 @@ def test_a_heartbeat_is_not_deleted_within_the_grace(store: FaultyStore) -> None
     store.age(30 * DAY_S)
     store.age(8 * DAY_S, _beat(store, "r", 3))
     assert ops.gc(_reader(store), KeepPolicy(last=1), grace_s=14 * DAY_S).heartbeats == []
-    assert _gc(store, last=1).heartbeats == ["replicas/r.00000000.json"]
+    assert _gc(store, last=1).heartbeats == ["replicas/r/00000000.json"]
 
 
 def test_all_heartbeats_are_read_before_a_version_is_deleted(store: FaultyStore) -> None:

@@ -24,6 +24,9 @@ def test_keys_are_as_the_page_has_them() -> None:
     assert keys.epoch_document(EPOCH) == "epochs/000003-9f8e7d6c.json"
     assert keys.probe(EPOCH) == "probe/000003-9f8e7d6c"
     assert keys.replica("host-1") == "replicas/host-1.json"
+    assert keys.replica("host-1", "0000000a") == "replicas/host-1/0000000a.json"
+    assert keys.boot_of("replicas/host-1/0000000a.json") == "0000000a"
+    assert keys.boot_of("replicas/host-1.0000000a.json") is None  # of before
     with pytest.raises(ConfigError):
         keys.replica("a#b")
 
