@@ -137,7 +137,7 @@ def make_versioned_loop(base: type, demanded: Any, max_lag: int | None, **settin
                 asked = payload | {
                     "prompt": payload["prompt"] + ids,
                     "max_tokens": payload["max_tokens"] - len(ids),
-                    "seed": random.getrandbits(63),  # not the noise of the first tokens again
+                    "seed": random.SystemRandom().getrandbits(63),  # not the noise of the first tokens again
                 }
 
         async def _score_group(self, group: Any) -> list[Any]:

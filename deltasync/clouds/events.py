@@ -101,7 +101,7 @@ class EventWatch:
 
     def _run(self) -> None:
         delay_s = 0.0
-        while not self._closed.wait(delay_s * random.uniform(0.5, 1.0)):
+        while not self._closed.wait(delay_s * random.SystemRandom().uniform(0.5, 1.0)):
             started = time.monotonic()
             self._asked_s = 0.0
             try:

@@ -97,7 +97,7 @@ class Poll:
             return max(_LIVE_S, self._interval_s)
         if self._store is not None and self._store.is_scarce:
             delay_s = max(delay_s, _SCARCE_S)
-        jitter = random.uniform(_OUTAGE_JITTER if is_outage else _JITTER, 1.0)
+        jitter = random.SystemRandom().uniform(_OUTAGE_JITTER if is_outage else _JITTER, 1.0)
         return max(delay_s * jitter, getattr(failure, "wait_s", None) or 0.0)
 
     def _due_s(self, now_s: float) -> float:

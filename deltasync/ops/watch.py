@@ -47,7 +47,7 @@ class JoinPoint:
         base: The newest full weights that are stored, without bytes.
         compaction: Key of the newest compaction from them, None if there is none.
         version: Where that ends, or the version of the full weights.
-        stamp: Of the checkpoint that these refer to (`checkpoint.stamp`).
+        stamp: Of the checkpoint that these refer to (`checkpoint.stamp`); empty if it was away.
     """
 
     base: StoredRecord
@@ -59,13 +59,22 @@ class JoinPoint:
     def of(cls, chain: Sequence[StoredRecord]) -> Self:
         """Return the start of a chain."""
         last = max((stored for stored in chain if stored.is_compaction), key=_version, default=None)
-        reference = chain[0].record.reference
         return cls(
             dataclasses.replace(chain[0], data=None),
             None if last is None else last.key,
             _version(chain[0] if last is None else last),
-            None if reference is None else checkpoint.stamp(reference),
+            _stamp(chain[0]),
         )
+
+    @property
+    def overwritten(self) -> bool:
+        """Whether the checkpoint is not what it was. One that was away may come back."""
+        return bool(self.stamp) and _stamp(self.base) != self.stamp
+
+    def looked(self) -> Self:
+        """Return this with the stamp of a checkpoint that was away and has come back."""
+        stamp = self.stamp or _stamp(self.base)
+        return self if stamp == self.stamp else dataclasses.replace(self, stamp=stamp)
 
     def compacted(self, version: int, key: str | None = None) -> Self:
         """Return this with a compaction to a version, whose key is None if it could not be stored."""
@@ -112,6 +121,7 @@ class JoinWatch:
         newest = 0 if self._log.tip is None else self._log.tip.version
         if point is None or self.lost or newest < self._lost_from:
             return point
+        point = point.looked()
         key, problem = self._problem(point)
         if key is None:
             return point
@@ -138,7 +148,7 @@ class JoinWatch:
         record = point.base.record
         if record.reference is not None:
             self._is_over = True
-            if checkpoint.stamp(record.reference) != point.stamp:
+            if point.overwritten:
                 logger.error(
                     "%s, which version %d of %s refers to, was overwritten during the run. Nobody can join "
                     "the channel now. Put the checkpoint back, or publish once more with resume=True, which "
@@ -161,7 +171,7 @@ class JoinWatch:
             return base.key, f"{base.key} is gone"
         except FormatError as error:
             return base.key, str(error).rstrip(".")
-        if record.reference is not None and checkpoint.stamp(record.reference) != point.stamp:
+        if point.overwritten:
             return base.key, f"{record.reference}, which version {record.version} refers to, was overwritten"
         for file in record.payload_files[self._looks % max(len(record.payload_files), 1) :][:1]:
             if not _is_whole(reader, file):
@@ -233,6 +243,11 @@ def _is_other_run(log: Log) -> bool:
 
 def _is_whole(reader: ChannelReader, file: File) -> bool:
     return any((info.key, info.bytes) == (file.key, file.bytes) for info in reader.store.list(file.key))
+
+
+def _stamp(stored: StoredRecord) -> tuple[tuple[str, int, int, int], ...] | None:
+    reference = stored.record.reference
+    return None if reference is None else checkpoint.stamp(reference)
 
 
 def _version(stored: StoredRecord) -> int:

@@ -68,7 +68,7 @@ def retried(
             asked_s = getattr(error, "wait_s", 0.0)
             if longest_s is not None and asked_s > longest_s:
                 raise
-            wait_s = max(asked_s, delay_s * random.uniform(0.5, 1.0))
+            wait_s = max(asked_s, delay_s * random.SystemRandom().uniform(0.5, 1.0))
             logger.log(level, "%s Trying again in %.2f s (%d left).", error, wait_s, left)
             if stop.wait(wait_s):
                 raise

@@ -274,9 +274,8 @@ class Scheduler:
         self.driver = self.running = Thread(name="driver", process=Process("driver"))
         self.driver.started, self.driver.begun, self.driver.ident = True, True, 0
         self.threads.append(self.driver)
-        state, collects = random.getstate(), gc.isenabled()
+        collects = gc.isenabled()
         gc.disable()
-        random.seed(self.seed)
         with contextlib.ExitStack() as stack:
             for module, name, value in shown:
                 before = getattr(module, name)
@@ -286,7 +285,6 @@ class Scheduler:
                 yield
             finally:
                 self._end()
-        random.setstate(state)
         if collects:
             gc.enable()
         Scheduler.current = None

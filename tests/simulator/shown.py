@@ -182,6 +182,18 @@ class _Secrets(_Seen):
     token_urlsafe = token_hex
 
 
+class _Random(_Seen):
+    """What the product sees as the module `random`: its generator for all, which is the user's, is not
+    there.
+    """
+
+    _real = random
+
+    def __init__(self, scheduler: Scheduler) -> None:
+        drawn = random.Random(scheduler.seed)
+        self.SystemRandom = lambda: drawn
+
+
 class _Queues(_Seen):
     _real, SimpleQueue, Empty = queue, Queue, queue.Empty
 
@@ -247,6 +259,7 @@ def shown(scheduler: Scheduler) -> Iterator[tuple[Any, str, Any]]:
         secrets: _Secrets(scheduler),
         datetime: _Datetime(clock),
         queue: _Queues(),
+        random: _Random(scheduler),
     }
     yield futures, "_AcquireFutures", contextlib.nullcontext  # which locks in the order of addresses
     numbers = itertools.count()

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import pickle
 import random
 import threading
 import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 
@@ -99,8 +101,11 @@ def test_a_long_interval_bounds_how_often_many_replicas_ask_for_a_version_that_i
 
 
 @pytest.mark.parametrize("away_s", [30.0, 600.0])
-def test_after_an_outage_that_began_for_all_at_once_replicas_do_not_ask_all_at_once(away_s: float) -> None:
-    random.seed(0)
+def test_after_an_outage_that_began_for_all_at_once_replicas_do_not_ask_all_at_once(
+    away_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = random.Random(0)
+    monkeypatch.setattr(random, "SystemRandom", lambda: drawn)
     assert fleet.herd(1000, away_s) < 3  # times what they would ask spread evenly; of 50 if none waited
 
 
@@ -158,6 +163,24 @@ def test_a_version_that_was_told_is_the_only_request_and_several_are_one_commit(
             time.sleep(0.2)
             asked = [key for verb, key in watched.calls if verb == "read" and key.startswith("versions/")]
             assert len(asked) == 5 and watched.infos == told  # nothing was asked for that was not told
+
+
+def test_publishing_and_following_draw_nothing_from_the_users_generators(store: Store) -> None:
+    """A run with a seed is the same with a channel and without, retries and looks included."""
+
+    def states() -> list[object]:
+        return [random.getstate(), pickle.dumps(np.random.get_state()), torch.get_rng_state().tolist()]
+
+    before, away = states(), FaultyStore(store)
+    with (
+        Publisher(away, dtype="keep", retry_delay_s=0.001) as publisher,
+        follow(_module(), store, poll_interval_s=0.01) as following,
+    ):
+        for value in range(3):
+            away.fail_at("create", times=2)
+            receipt = publisher.publish([("w", torch.full((64,), float(value)))])
+            following.wait(receipt.wait(60).version)
+    assert states() == before
 
 
 def _module() -> torch.nn.Module:

@@ -591,6 +591,36 @@ def test_a_checkpoint_that_the_run_overwrites_is_made_up_for(
         assert_holds(memory_url, model, publisher.version)
 
 
+def test_a_checkpoint_that_is_away_while_it_is_referred_to_was_not_overwritten(
+    store: FaultyStore, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As on a disk of the network. Once it is back, overwriting it is noticed."""
+    model, base, away = builders.weights(), tmp_path / "base", tmp_path / "away"
+    base.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in model.items()}, base / "model.safetensors")
+
+    def publish(count: int) -> None:
+        nonlocal model
+        for seed in range(count):
+            model = builders.trained(model, seed, 0.001)
+            publisher.publish(model.items()).wait(60)
+            finish_maintenance(publisher)
+
+    with Publisher(store, initial=base) as publisher:
+        gate = store.hold_at("create", keys.VERSIONS)
+        receipt = publisher.publish(model.items())
+        assert gate.entered.wait(60)
+        base.rename(away)
+        gate.opened.set()
+        receipt.wait(60)
+        away.rename(base)
+        publish(17)
+        assert "overwritten" not in caplog.text and _anchors(store) == []
+        (base / "model.safetensors").write_bytes(b"")
+        publish(17)
+        assert "was overwritten" in caplog.text and _anchors(store) != []
+
+
 def test_nothing_is_published_if_nothing_changed_and_that_is_asked_for(memory_url: str) -> None:
     weights = builders.weights()
     with Publisher(memory_url) as publisher:
