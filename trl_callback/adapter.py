@@ -9,7 +9,7 @@ import copy
 import itertools
 import re
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,16 @@ from deltasync.trainer.stream import module_tensors, part_of, plain_names, unwra
 
 _AROUND_BASE = re.compile(r"\.((token_adapter\.)?base_layer|original_module)\b")
 """Attributes with which PEFT's layers hold the layer that they replace."""
+
+_UNKNOWN_TO_VLLM = (
+    *("use_dora", "use_bdlora", "use_qalora", "lora_bias", "modules_to_save", "layer_replication"),
+    *("alora_invocation_tokens", "trainable_token_indices"),
+    *("kasa_config", "monteclora_config", "arrow_config"),
+)
+"""Settings of a LoRA that vLLM does not compute with."""
+
+_PLAIN_STARTS = ("gaussian", "eva", "orthogonal", "mica", "lora_ga")
+"""Named values of `init_lora_weights` that leave the base model's weights as they are."""
 
 
 def check(model: torch.nn.Module, adapter_only: bool | str = True) -> None:
@@ -186,9 +196,38 @@ def refused_by_vllm(model: torch.nn.Module, adapter_only: bool | str = True) -> 
     """Return the settings of an adapter with which vLLM does not load it (`vllm/lora/peft_helper.py`)."""
     _, config = identity(model, adapter_only)
     method = str(getattr(config["peft_type"], "value", config["peft_type"]))
-    found = [] if method == "LORA" else [f"peft_type={method}"]
-    settings = ("use_dora", "modules_to_save", "lora_bias", "layer_replication", "alora_invocation_tokens")
-    return [*found, *(f"{name}={config[name]}" for name in settings if config.get(name))]
+    refused = {"peft_type": method != "LORA", "bias": config.get("bias", "none") != "none"}
+    start = config.get("init_lora_weights")
+    refused["init_lora_weights"] = isinstance(start, str) and start.lower() not in _PLAIN_STARTS
+    refused |= {name: bool(config.get(name)) for name in _UNKNOWN_TO_VLLM}
+    values = config | {"peft_type": method}
+    return [f"{name}={values[name]}" for name, is_refused in refused.items() if is_refused]
+
+
+def rank_of(model: torch.nn.Module, adapter_only: bool | str = True) -> int:
+    """Return the largest rank of an adapter's layers, as vLLM takes it from the configuration."""
+    _, config = identity(model, adapter_only)
+    return max([config["r"], *(config["rank_pattern"] or {}).values()])
+
+
+def layers_outside(
+    model: torch.nn.Module, targets: Collection[str], adapter_only: bool | str = True
+) -> list[str]:
+    """Return the last names of the adapted layers that are not among a server's `--lora-target-modules`.
+
+    The result is empty where the server names layers that the model here does not have, as fused ones, which
+    may hold them.
+    """
+    name, modules = name_of(model, adapter_only), dict(base_of(model).named_modules())
+    last = {each: each.rpartition(".")[2] for each in modules}
+    if not set(targets) <= {*last.values(), *last}:
+        return []
+    adapted = [
+        each
+        for each, module in modules.items()
+        if any(name in getattr(module, factors, ()) for factors in ("lora_A", "lora_embedding_A"))
+    ]
+    return sorted({last[each] for each in adapted if not {each, last[each]} & set(targets)})
 
 
 def files(model: torch.nn.Module, adapter_only: bool | str = True) -> dict[str, bytes]:

@@ -141,11 +141,26 @@ def _check_adapter(
             f"The vLLM server at {url} loads the channel's versions as the adapter {adapters[0]}, and this "
             "trainer publishes full weights. Set adapter_only=True, or start the server without --adapter."
         )
-    refused = adapter.refused_by_vllm(model, adapter_only) if adapter_only else []
+    if not adapter_only:
+        return
+    refused = adapter.refused_by_vllm(model, adapter_only)
     if refused:
         raise ConfigError(
             f"vLLM loads no adapter with {' and '.join(refused)}, so the server at {url} would serve no version. Train "
             "a LoRA without, or publish merged weights: leave adapter_only out, and start the server without --adapter."
+        )
+    rank, largest = adapter.rank_of(model, adapter_only), status.get("max_lora_rank")
+    if isinstance(largest, int) and rank > largest:
+        raise ConfigError(
+            f"This trainer's adapter has rank {rank}, and the vLLM server at {url} loads none above {largest}: start "
+            f"it with a --max-lora-rank of at least {rank}, or train an adapter with r={largest}."
+        )
+    targets: list[str] = status.get("lora_target_modules") or []
+    if targets and (outside := adapter.layers_outside(model, targets, adapter_only)):
+        raise ConfigError(
+            f"This trainer's adapter changes {', '.join(outside)}, and the vLLM server at {url} was started with "
+            f"--lora-target-modules {' '.join(targets)}: start it without this option, or train with "
+            f"target_modules={targets}."
         )
 
 

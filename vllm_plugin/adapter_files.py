@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import itertools
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from typing import Any
 import msgspec
 import torch
 from safetensors.torch import save
+
+from deltasync.errors import first_five
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
@@ -80,7 +83,9 @@ def _from_memory(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
             tries += 1
             with linked(lora_request.lora_path) as folder:
                 try:
-                    return load(self, msgspec.structs.replace(lora_request, lora_path=str(folder)))
+                    lora = load(self, msgspec.structs.replace(lora_request, lora_path=str(folder)))
+                    _check_layers(self._adapter_manager, lora)
+                    return lora
                 except Exception:
                     is_whole = all((folder / name).is_symlink() for name in (CONFIG, WEIGHTS))
                     if is_whole or tries == _TRIES:
@@ -89,3 +94,35 @@ def _from_memory(load: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
 
     loaded.deltasync_loads = load  # type: ignore[attr-defined]
     return loaded
+
+
+def _check_layers(manager: Any, lora: Any) -> None:
+    """Check that vLLM will compute with all that an adapter has for the layers of this worker (else
+    ValueError). It would leave out layers that it has not prepared for adapters, without a word.
+    """
+    prepared = {*manager.modules, *itertools.chain.from_iterable(manager.packed_modules.values())}
+    left = [
+        name
+        for name in lora.loras
+        if prepared.isdisjoint(
+            itertools.accumulate(name.split("."), "{}.{}".format)
+        )  # it, or what contains it
+        and _is_here(manager.model, name)
+    ]
+    if left:
+        raise ValueError(
+            f"vLLM would leave {first_five(left)} of the adapter out: its options (--lora-target-modules, "
+            "--enable-tower-connector-lora) or its model do not prepare them for adapters."
+        )
+
+
+def _is_here(model: torch.nn.Module, name: str) -> bool:
+    """Whether this worker has a layer, or what contains it. vLLM puts an identity in place of the layers of
+    other stages of a pipeline.
+    """
+    parent, _, last = name.rpartition(".")
+    try:
+        around = model.get_submodule(parent)
+    except AttributeError:
+        return False
+    return not any(isinstance(each, torch.nn.Identity) for each in (around, getattr(around, last, None)))

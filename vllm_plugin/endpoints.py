@@ -59,8 +59,9 @@ class Reason(msgspec.Struct):
 
 class ServerStatus(Status, kw_only=True):
     """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests
-    may use, `base_models` those that get the base model without an adapter, and `draft` says what becomes of
-    the model that drafts tokens.
+    may use, `base_models` those that get the base model without an adapter, `max_lora_rank` and
+    `lora_target_modules` what vLLM loads of adapters, and `draft` says what becomes of the model that drafts
+    tokens.
     """
 
     kv_cache: str | None = None
@@ -72,6 +73,8 @@ class ServerStatus(Status, kw_only=True):
     draft: str | None = None
     adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
     base_models: list[str] | msgspec.UnsetType = msgspec.UNSET
+    max_lora_rank: int | msgspec.UnsetType = msgspec.UNSET
+    lora_target_modules: list[str] | msgspec.UnsetType = msgspec.UNSET
     logprobs_mode: str | None = None
     max_lag: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -340,6 +343,10 @@ class DeltaSyncEndpoints(Routes):
         if not isinstance(target, ShardsTarget):
             found.adapters = getattr(target, "models", [])
             found.base_models = [each.name for each in self._models.base_model_paths]
+            lora = self._engine.vllm_config.lora_config
+            found.max_lora_rank = lora.max_lora_rank
+            if lora.target_modules is not None:
+                found.lora_target_modules = lora.target_modules
         elif target.is_open:
             found.twinned_tensors, found.reloaded_tensors = len(target.twinned), len(target.reloaded)
             found.twinned, found.reloaded = (

@@ -302,7 +302,7 @@ def _in_short(status: Any) -> dict[str, Any]:
     a router.
     """
     names = {"state", "run_id", "version", "epoch", "sha256", "newest_version"}
-    names |= {"logprobs_mode", "adapters", "max_lag"}
+    names |= {"logprobs_mode", "adapters", "max_lora_rank", "lora_target_modules", "max_lag"}
     return {name: value for name, value in msgspec.to_builtins(status).items() if name in names}
 
 

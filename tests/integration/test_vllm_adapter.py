@@ -286,6 +286,22 @@ def test_an_adapter_that_vllm_cannot_load_leaves_the_one_before(server: Server, 
     assert greedy(server, "policy") == before
 
 
+def test_an_adapter_of_which_vllm_would_leave_layers_out_is_not_served(tmp_path: Path) -> None:
+    checkpoint = save_model(tmp_path / "vllm", Qwen3Config, intermediate_size=192, head_dim=32)
+    lora = LoraConfig(r=8, target_modules=["q_proj", "o_proj", "up_proj"], task_type="CAUSAL_LM")
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(checkpoint), lora)
+    targets = ["qkv_proj", "o_proj"]
+    arguments = ("--enable-lora", "--max-lora-rank", "8", "--lora-target-modules", *targets)
+    with serving(checkpoint, *arguments, DELTASYNC_ADAPTER="policy") as server:
+        with Publisher(server.channel, model_files=adapter.files(model)) as publisher:
+            publisher.publish(adapter.tensors(model).items())
+        status = server.wait(lambda status: status["state"] == "failed")
+        left = ", ".join(f"model.layers.{layer}.mlp.up_proj" for layer in range(2))
+        assert f"would leave {left} of the adapter out: its options (--lora-target" in status["error"]
+        assert (status["version"], status["adapters"]) == (None, ["policy"])
+        assert (status["max_lora_rank"], status["lora_target_modules"]) == (8, targets)
+
+
 @pytest.fixture
 def small_server(tmp_path: Path) -> Iterator[Server]:
     """One that holds one adapter at a time, so that each change of the name reads files again."""

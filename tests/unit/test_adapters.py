@@ -190,17 +190,38 @@ def test_nobody_can_write_or_delete_the_files_of_a_version(
                 Path(file).unlink()
         tries: list[str] = []
 
-        def load(worker: Any, request: Any) -> dict[str, torch.Tensor]:
+        def load(worker: Any, request: Any) -> SimpleNamespace:
             tries.append(request.lora_path)
             if len(tries) < 3:  # a cleaner deletes all that is old and all that is new
                 for each in Path(request.lora_path).iterdir():
                     each.unlink()
-            return load_file(Path(request.lora_path, "adapter_model.safetensors"))
+            tensors = load_file(Path(request.lora_path, "adapter_model.safetensors"))
+            return SimpleNamespace(loras=["q"], tensors=tensors)
 
         request = LoRARequest("policy-v1", 1, path)
-        assert_same_bits(adapter_files._from_memory(load)(None, request), bench.tensors)
+        assert_same_bits(adapter_files._from_memory(load)(worker("q"), request).tensors, bench.tensors)
         assert len(tries) == 3
         assert not any(Path(each).exists() for each in tries)
+
+
+def worker(*wrapped: str, **packed: list[str]) -> Any:
+    """What a worker of vLLM's knows of its layers: those that it wrapped for adapters, and their parts."""
+    layer = torch.nn.ModuleDict({"q": torch.nn.Linear(2, 2), "mlp": torch.nn.ModuleDict()})
+    model = torch.nn.ModuleDict({"0": layer, "1": torch.nn.Identity()})
+    manager = SimpleNamespace(modules=dict.fromkeys(wrapped), packed_modules=packed, model=model)
+    return SimpleNamespace(_adapter_manager=manager)
+
+
+def test_an_adapter_of_layers_that_vllm_leaves_out_is_refused() -> None:
+    def check(*loras: str) -> None:
+        manager = worker("0.mlp.experts", "0.qk", **{"0.qk": ["0.q", "0.k"]})._adapter_manager
+        adapter_files._check_layers(manager, SimpleNamespace(loras=loras))
+
+    check("0.q", "0.k", "0.mlp.experts.base_layer", "1.q", "1", "2.q")  # the last ones are on other workers
+    with pytest.raises(
+        ValueError, match=r"would leave 0\.v, 0\.mlp\.up of the adapter out: .*--lora-target-modules"
+    ):
+        check("0.q", "0.v", "0.mlp.up")
 
 
 def test_versions_in_use_stay_by_last_use_and_other_names_are_refused(memory_url: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -253,6 +254,40 @@ def test_a_server_of_an_adapter_is_for_a_trainer_that_publishes_its_own_alone(st
     said = r"no adapter with use_dora=True and modules_to_save=\['1'\], so the server at .* adapter_only out"
     with pytest.raises(ConfigError, match=said):
         check(True, use_dora=True, modules_to_save=["1"])
+    for refused in ({"bias": "lora_only"}, {"init_lora_weights": "pissa_niter_2"}):
+        with pytest.raises(ConfigError, match=f"no adapter with {next(iter(refused))}="):
+            check(True, **refused)
+    assert check(True, init_lora_weights="gaussian")
+
+
+@pytest.mark.parametrize(
+    ("limits", "lora", "said"),
+    [
+        ({}, {"r": 64}, None),  # a server of an earlier build
+        ({"max_lora_rank": 16}, {"r": 16, "rank_pattern": {"up": 8}}, None),
+        (
+            {"max_lora_rank": 16},
+            {"r": 24},
+            "rank 24, .* above 16: start it with a --max-lora-rank of at least 24",
+        ),
+        ({"max_lora_rank": 16}, {"r": 8, "rank_pattern": {"up": 32}}, "has rank 32, .* with r=16"),
+        ({"lora_target_modules": ["up", "0.down"]}, {}, None),
+        ({"lora_target_modules": ["fused"]}, {}, None),  # of which layers only the server can tell
+        ({"lora_target_modules": ["up"]}, {}, "changes down, .*--lora-target-modules up: start it without"),
+    ],
+    ids=str,
+)
+def test_an_adapter_that_the_servers_options_exclude_is_refused(
+    status: Status, limits: dict[str, Any], lora: dict[str, Any], said: str | None
+) -> None:
+    layers = torch.nn.ModuleDict({"up": torch.nn.Linear(2, 2), "down": torch.nn.Linear(2, 2)})
+    model = peft.get_peft_model(
+        torch.nn.Sequential(layers), peft.LoraConfig(target_modules=["up", "down"], **lora)
+    )
+    status.answer = {"adapters": ["policy"], **limits}
+    arguments: dict[str, Any] = {"compares": False, "name": None, "wait_s": None, "adapter_only": True}
+    with contextlib.nullcontext() if said is None else pytest.raises(ConfigError, match=said):
+        server.check(SimpleNamespace(**DEFAULTS), model, status.url, **arguments)
 
 
 def test_a_trainer_on_policy_demands_the_version_that_it_has_pushed() -> None:
