@@ -60,8 +60,8 @@ class Reason(msgspec.Struct):
 class ServerStatus(Status, kw_only=True):
     """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests
     may use, `base_models` those that get the base model without an adapter, `max_lora_rank` and
-    `lora_target_modules` what vLLM loads of adapters, and `draft` says what becomes of the model that drafts
-    tokens.
+    `lora_target_modules` what vLLM loads of adapters, `draft` says what becomes of the model that drafts tokens,
+    and `remark` what takes more work in each version than it could.
     """
 
     kv_cache: str | None = None
@@ -71,6 +71,7 @@ class ServerStatus(Status, kw_only=True):
     twinned: list[Reason] = msgspec.field(default_factory=list)
     reloaded: list[Reason] = msgspec.field(default_factory=list)
     draft: str | None = None
+    remark: str | None = None
     adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
     base_models: list[str] | msgspec.UnsetType = msgspec.UNSET
     max_lora_rank: int | msgspec.UnsetType = msgspec.UNSET
@@ -357,6 +358,7 @@ class DeltaSyncEndpoints(Routes):
                 for mirrored in (target.twinned, target.reloaded)
             )
             found.patched_tensors, found.draft = target.patched_count, target.draft
+            found.remark = target.remark
         return found
 
     async def not_ready(self) -> str | None:

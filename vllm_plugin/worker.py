@@ -101,6 +101,7 @@ class WorkerEngine(Engine):
     def stage(self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]) -> None:
         """As `Engine.stage`."""
         self._mirror.stage(changes, names)
+        self.remark = self._mirror.twins.remark
 
     def refresh(self, changed: Iterable[str]) -> float:
         """As `Engine.refresh`."""
@@ -108,7 +109,7 @@ class WorkerEngine(Engine):
 
     def made(self) -> dict[str, str]:
         """As `Engine.made`."""
-        return self._mirror.made()
+        return super().made() | self._mirror.made()
 
     def is_intact(self) -> bool:
         """As `Engine.is_intact`."""

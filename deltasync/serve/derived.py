@@ -10,16 +10,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from deltasync.errors import ModelMismatchError
+from deltasync.live import LiveMemory, Segment
 from deltasync.serve.draft import WithDraft
 from deltasync.serve.load_plan import held_tensors, writes
-from deltasync.tensors.bits import int_view
+from deltasync.tensors.bits import int_view, spec_of
 
 _HEAD = 1024  # elements that are compared first
 _PART = 16  # fewest elements in which a copy of another size is alike
@@ -27,11 +28,21 @@ _PART = 16  # fewest elements in which a copy of another size is alike
 
 @dataclasses.dataclass(frozen=True)
 class DerivedCopy:
-    """A copy: `holder.name` is a tensor that was made from a parameter, and `make` makes it again."""
+    """A copy: `holder.name` is a tensor that was made from a parameter, and `make` makes it again.
+
+    Attributes:
+        path: Its name in the model.
+    """
 
     holder: Any
     name: str
     make: Callable[[], object]
+    path: str = ""
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The copy in live memory."""
+        return held_tensors(self.holder)[self.name]
 
     def __str__(self) -> str:
         return f"{type(self.holder).__name__}.{self.name}"
@@ -81,7 +92,7 @@ def _sums(model: torch.nn.Module) -> dict[tuple[int, str], int]:
     """Return the sums of the bits of tensors that are no parameters and not one repeated value."""
     return {
         (id(holder), name): int(int_view(tensor).sum())
-        for holder in _holders(model)
+        for holder in _holders(model).values()
         for name, tensor in held_tensors(holder).items()
         if not isinstance(tensor, torch.nn.Parameter) and _may_be_made(tensor)
     }
@@ -97,14 +108,17 @@ def _may_be_made(tensor: torch.Tensor) -> bool:
     return not bool((flat == flat[0]).all())
 
 
-def _holders(model: torch.nn.Module) -> Iterator[Any]:
-    """Yield modules, and objects that those hold and that process weights, such as an attention's `impl`."""
-    seen: set[int] = set()
-    for module in model.modules():
-        for holder in (module, *filter(_processes, vars(module).values())):
-            if id(holder) not in seen:
-                seen.add(id(holder))
-                yield holder
+def _holders(model: torch.nn.Module) -> dict[str, Any]:
+    """Return modules, and objects that those hold and that process weights, such as an attention's `impl`, by
+    what their attributes' names begin with in the model.
+    """
+    found = dict[int, tuple[str, Any]]()
+    for path, module in model.named_modules():
+        start = f"{path}." if path else ""
+        objects = {f"{start}{name}.": each for name, each in vars(module).items() if _processes(each)}
+        for prefix, holder in {start: module, **objects}.items():
+            found.setdefault(id(holder), (prefix, holder))
+    return dict(found.values())
 
 
 def _processes(value: object) -> bool:
@@ -153,7 +167,7 @@ def find(
                 asked = later[name]
                 if asked is None or getattr(holder, asked, True):
                     raise _refusal(DerivedCopy(holder, name, lambda: None))
-    for holder in _holders(model):
+    for prefix, holder in _holders(model).items():
         found = [
             name
             for name, tensor in held_tensors(holder).items()
@@ -161,7 +175,7 @@ def find(
             if is_made(model, holder, name) or _is_copy(tensor, by_start)
         ]
         make = _maker(model, holder, dtype, covered) if found else _nobody
-        copies += [DerivedCopy(holder, name, make) for name in found]
+        copies += [DerivedCopy(holder, name, make, prefix + name) for name in found]
     for make in dict.fromkeys(copy.make for copy in copies):
         if stale := _stale([copy for copy in copies if copy.make == make]):
             raise _refusal(stale[0])
@@ -230,7 +244,7 @@ def _stale(copies: Sequence[DerivedCopy]) -> Sequence[DerivedCopy]:
     before = []
     for copy in copies:
         buffers = copy.holder._buffers if isinstance(copy.holder, torch.nn.Module) else {}
-        tensor = held_tensors(copy.holder)[copy.name]
+        tensor = copy.tensor
         before.append((copy, buffers, dict(vars(copy.holder)), dict(buffers), tensor, tensor.clone()))
     try:
         with torch.no_grad():
@@ -240,8 +254,7 @@ def _stale(copies: Sequence[DerivedCopy]) -> Sequence[DerivedCopy]:
         return [
             copy
             for copy, *_, tensor, value in before
-            if held_tensors(copy.holder)[copy.name] is not tensor
-            or not torch.equal(int_view(tensor), int_view(value))
+            if copy.tensor is not tensor or not torch.equal(int_view(tensor), int_view(value))
         ]
     except Exception:  # noqa: BLE001 - whatever it is, these copies are not made again
         return copies
@@ -260,9 +273,13 @@ def refresh(copies: Sequence[DerivedCopy]) -> None:
             make()
 
 
-def sums(copies: Sequence[DerivedCopy]) -> list[torch.Tensor]:
-    """Return the sum of the bits of each copy, int64 on its device. Waits for no device."""
-    return [int_view(held_tensors(copy.holder)[copy.name]).sum() for copy in copies]
+def memory_of(copies: Sequence[DerivedCopy]) -> LiveMemory:
+    """Return the memory of copies, by their names in the model, as it is now."""
+    tensors = {copy.path: copy.tensor for copy in copies}
+    specs = {path: spec_of(path, tensor) for path, tensor in tensors.items()}
+    memory = LiveMemory(specs, {path: [Segment.whole(tensor)] for path, tensor in tensors.items()})
+    memory.audit()
+    return memory
 
 
 def _storage(tensor: torch.Tensor) -> int:

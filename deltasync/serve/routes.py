@@ -158,7 +158,8 @@ class Routes:
 
     async def digest(self) -> Any:
         """Return the version served, and the sha256 of every live tensor, read between two steps of the
-        loop; and of what the engine has made of tensors that it does not keep as they are (`mirrored`).
+        loop; and of what the engine has made of them, if anything: of those that it does not keep as they are
+        (`mirrored`), and copies.
         """
         follow = self.follow()
 
@@ -166,9 +167,8 @@ class Routes:
             with follow.between_steps() as target:
                 number = None if target.version is None else target.version.version
                 found = {"version": number, "sha256": target.digest()}  # type: ignore[attr-defined]
-                mirrored = sorted(getattr(target, "mirrored", ()))
-                made = {"mirrored": mirrored, "made": target.made()} if mirrored else {}  # type: ignore[attr-defined]
-                return found | made
+                made: list[dict[str, str]] = getattr(target, "made", list)()
+                return found | ({"mirrored": sorted(target.mirrored), "made": made} if any(made) else {})  # type: ignore[attr-defined]
 
         try:
             return await _in_thread(read)

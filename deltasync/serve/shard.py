@@ -19,7 +19,7 @@ import msgspec
 import numpy as np
 import torch
 
-from deltasync.channel.documents import VersionId
+from deltasync.channel.documents import VersionId, sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import (
@@ -98,6 +98,7 @@ class Done(msgspec.Struct):
     """A commit of one shard, or of all. `deltasync.following.Commit` explains the fields.
 
     `parts` has the fingerprints of all of the shard's segments, as `Audit`; empty if it is the only shard.
+    `remark` is as `Engine.remark`.
     """
 
     changed: int
@@ -105,6 +106,7 @@ class Done(msgspec.Struct):
     scatter_s: float
     reload_s: float
     parts: bytes = b""
+    remark: str | None = None
 
 
 class Engine(ABC):
@@ -122,6 +124,7 @@ class Engine(ABC):
         mirrored: The tensors of which `reloads` has given host copies.
         twinned: Those of them whose layers have twins, from which a commit writes what they change; the layers
             of the others are loaded again in its pause.
+        remark: A sentence on what takes more work in each version than it could; None if nothing does.
     """
 
     loader: load_plan.Loader
@@ -134,8 +137,9 @@ class Engine(ABC):
     later: Mapping[str, str | None] = MappingProxyType({})
     mirrored: Set[str] = frozenset()
     twinned: Set[str] = frozenset()
+    remark: str | None = None
     _copies: Sequence[derived.DerivedCopy] = ()
-    _sums: Sequence[torch.Tensor] = ()  # of the copies, as they were made last
+    _copied = derived.memory_of(())  # the memory of the copies, with fingerprints as they were made last
 
     def take(self, specs: Mapping[str, TensorSpec]) -> None:
         """Make the draft whose tensors the channel has a part of `model`, before the load plan is
@@ -182,7 +186,7 @@ class Engine(ABC):
             ModelMismatchError: it does not.
         """
         self._copies = derived.find(self.model, covered, reloaded, self.later)
-        self._sums = derived.sums(self._copies)
+        self._copied = derived.memory_of(self._copies)
 
     def stage(  # noqa: B027 - most engines make nothing of weights
         self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]
@@ -197,20 +201,20 @@ class Engine(ABC):
         Returns the seconds that loading them again took.
         """
         derived.refresh(self._copies)
-        self._sums = derived.sums(self._copies)
+        self._copied.audit()
         return 0.0
 
     def made(self) -> dict[str, str]:
-        """Return the sha256 of each tensor in live memory that the engine has made of those `mirrored`, by its
-        name in the model.
+        """Return the sha256 of each tensor in live memory that the engine has made of published bits, in row-major
+        order, by its name in the model.
         """
-        return {}
+        return {copy.path: sha256_hex(bits_of(copy.tensor.detach().cpu()).data) for copy in self._copies}
 
     def is_intact(self) -> bool:
         """Whether live memory is what the engine has made of weights, as far as that is known; if not,
         `refresh` makes it again.
         """
-        return all(map(torch.equal, self._sums, derived.sums(self._copies)))
+        return self._copied.is_intact()
 
 
 class Shard:
@@ -534,7 +538,7 @@ class Shard:
             self.confirm(None)
         done = staged.staged
         parts = b"" if alone else self.weights.memory.known_parts.tobytes()
-        return Done(done.changed, staged.stage_s, done.scatter_s, reload_s, parts)
+        return Done(done.changed, staged.stage_s, done.scatter_s, reload_s, parts, self.engine.remark)
 
     def confirm(self, found: tuple[bytes, bytes] | None) -> None:
         """Compare the committed bits with the published fingerprints, and roll them back if they differ.

@@ -133,6 +133,7 @@ class ShardsTarget:
         ignored: The tensors that no process computes with: they are in no proof.
         ties: As `LiveMemory.ties`.
         draft: As `Engine.draft`.
+        remark: As `Engine.remark`, after the last commit.
     """
 
     def __init__(
@@ -151,6 +152,7 @@ class ShardsTarget:
         self.ignored: list[str] = []
         self.ties: dict[str, str] = {}
         self.draft: str | None = None
+        self.remark: str | None = None
         self._settings, self._metrics, self._log = settings, metrics, log
         self._names: OrderedDict[int, str] = OrderedDict()  # the first digest that was served of each number
         self._regions: list[Any] = []  # the elements of each tensor that each shard holds
@@ -393,6 +395,7 @@ class ShardsTarget:
         finally:
             self._is_committing = False
         self._sure_s = time.monotonic()
+        self.remark = next((each.remark for each in done if each.remark is not None), None)
         return Commit(
             version=version.version,
             sha256=version.sha256,
@@ -442,10 +445,10 @@ class ShardsTarget:
         }
 
     def made(self) -> list[dict[str, str]]:
-        """Return, for each shard, the sha256 of what the engine has made of tensors that are `mirrored`, in live
+        """Return, for each shard, the sha256 of what the engine has made of published bits, in live
         memory, by its name in the model.
         """
-        return self._every(dict[str, str], "made") if self.mirrored else []
+        return self._every(dict[str, str], "made")
 
     def _assembled(self, name: str) -> np.ndarray:
         return assemble(

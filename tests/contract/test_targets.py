@@ -217,6 +217,15 @@ class TestMlx(TargetContract):
 class TestShards(InMemoryContract):
     kind = Shards
 
+    def test_a_remark_of_any_shard_is_told_until_a_commit_without_one(self, bench: Shards) -> None:
+        target = bench.follow.target
+        assert isinstance(target, ShardsTarget) and bench.halves is not None
+        for remark in (None, "A layer was slow.", None):
+            bench.halves[1].remark = remark
+            bench.publish()
+            bench.follow.catch_up()
+            assert target.remark == remark
+
 
 class TestVllm(TargetContract):
     @pytest.fixture

@@ -190,6 +190,7 @@ def life(path: Path, case: Case) -> dict[str, Any]:
                 making.reset_mock()
                 publish(1.01 if number % 3 else 1.0)
                 told["twins"].append(making.call_count)
+        told["remark"] = worker._deltasync_shard.engine.remark
         note("ten versions")
         layer = min(worker._deltasync_shard.engine._mirror.modules, key=lambda each: str(each))
         damaged = next(each for each in tensors_of(layer).values() if each.numel() > 1)

@@ -14,7 +14,7 @@ from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
 from deltasync.tensors.delta import joined, of_tensor
 from deltasync.tensors.fingerprint import tensor_key
-from vllm_plugin.load.plain import ElementChanges, PlainLayer, WeightPart
+from vllm_plugin.load.plain import ElementChanges, PlainLayer, Quantize, WeightPart
 from vllm_plugin.load.twin import Made, Twins
 
 ROWS, COLUMNS = 12, 20
@@ -177,7 +177,7 @@ def test_a_layer_that_is_not_what_its_mirror_makes_is_left_to_the_twin() -> None
         bench = Bench(some(4), (1, COLUMNS))
         bits_N = bench.live[name].view(torch.uint8)
         bits_N[1] ^= 1
-        assert not bench.plain.prove()
+        assert not bench.plain.prove() and bench.plain.has_failed
         assert bench.plain.stage(bench.delta(some(5))) is None
 
 
@@ -288,8 +288,43 @@ def test_an_audit_finds_a_layer_that_is_not_what_its_twin_is() -> None:
     with pytest.raises(FingerprintMismatchError):  # the old bits are others
         served.twins.exchange()
     assert not served.twins.distrust(served.old)
+    assert served.twins.remark is None
     served.bench.mirror["one"][0] ^= 0x40
     assert served.twins.distrust(served.old)
     made = served.twins_made
     served.commit(weight)
     assert served.serves(weight) and served.twins_made == made + 1
+    served.twins.reloaded({served.model[0]})
+    assert served.twins.remark is not None and not served.twins.distrust(served.old)
+
+
+def fails(value_N: torch.Tensor, most_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    raise RuntimeError("out of memory")
+
+
+def negates(value_N: torch.Tensor, most_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    return quantize(-value_N, most_N)
+
+
+@pytest.mark.parametrize("problem", [fails, negates])
+def test_a_layer_that_failed_takes_its_twin_until_vllm_loads_it(problem: Quantize) -> None:
+    weight, asked = some(10), list[int]()
+    served = Served(weight)
+    plain = served.bench.plain
+
+    def counted(value_N: torch.Tensor, most_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        asked.append(value_N.numel())
+        return problem(value_N, most_N)
+
+    plain.most_G, plain._quantize = None, counted
+    for number in range(3):
+        weight[1, number] += 0.01
+        served.commit(weight)
+        assert served.serves(weight) and served.twins_made == number + 1
+        assert len(asked) == 1 and "1 of 1 layers" in (served.twins.remark or "")
+    plain._quantize = quantize
+    served.twins.reloaded({served.model[0]})
+    assert served.twins.remark is None
+    weight[1, 4] += 0.01
+    served.commit(weight)
+    assert served.serves(weight) and served.twins_made == 3

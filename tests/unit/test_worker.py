@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from deltasync import open_store
+from deltasync.channel.documents import sha256_hex
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import CommitError, ConfigError, DeltaSyncError, ModelMismatchError
 from deltasync.following import Cursor
@@ -572,11 +573,13 @@ class TestDerivedCopies:
         model.sinks.data.add_(1)
         opened.refresh({"sinks"})
         assert opened.is_intact()
-        model.attention.impl.sinks[3] += 1
-        assert not opened.is_intact()
+        made, sinks = opened.made(), model.attention.impl.sinks
+        assert made == {"attention.impl.sinks": sha256_hex(sinks.numpy().tobytes())}
+        sinks[3], sinks[4] = sinks[4], sinks[3].clone()  # the sum of all bits stays
+        assert not opened.is_intact() and opened.made() != made
         opened.refresh(())
-        assert opened.is_intact()
-        assert torch.equal(model.attention.impl.sinks, model.sinks.float())
+        assert opened.is_intact() and opened.made() == made
+        assert torch.equal(sinks, model.sinks.float())
 
     def test_copies_are_compared_by_their_bits(self) -> None:
         model = WithSinks(in_place=True)

@@ -41,8 +41,9 @@ quantized as a whole.
 def _channels(value_N: torch.Tensor, most_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     from vllm.model_executor.layers.quantization.online import fp8
 
-    scale_1N = fp8._fp8_channel_scale(most_N[None])
-    return fp8._fp8_quant_per_channel(value_N[None], scale_1N)[0], scale_1N[0]
+    # a row for each, because vLLM's function divides by the number of columns
+    scale_N1 = fp8._fp8_channel_scale(most_N[:, None])
+    return fp8._fp8_quant_per_channel(value_N[:, None], scale_N1)[:, 0], scale_N1[:, 0]
 
 
 def _blocks(value_N: torch.Tensor, most_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -153,6 +154,7 @@ class PlainLayer:
     Attributes:
         names: The names of `held`.
         most_G: The largest magnitude of each group of the mirror, as bit patterns; None if they are not known.
+        has_failed: Whether it is left to its twin, because `prove` found other bits or an error was raised.
     """
 
     def __init__(
@@ -176,12 +178,13 @@ class PlainLayer:
         self._sign = self._bits.type(1 << (8 * self._bits.itemsize - 1))
         self._few = self._rows * self._columns // _FEW
         self.most_G: np.ndarray | None = None
+        self.has_failed = False
 
     def prove(self) -> bool:
         """Note the largest magnitudes of the mirror's groups. Returns whether live memory is what is made of the
-        mirror, bit for bit; if not, or if an element is not finite, they are not known.
+        mirror, bit for bit; if not, or if an element is not finite, they are not known, and it `has_failed`.
         """
-        self.most_G = None
+        self.most_G, self.has_failed = None, True
         rows, columns = self._group
         live = self._weight.t() if self._is_transposed else self._weight
         live_N, scale_G = (bits_of(each.detach().cpu()) for each in (live, self._scale))
@@ -204,7 +207,7 @@ class PlainLayer:
             if not is_same or (most_T >= self._infinite).any():
                 return False
             found.append(most_T)
-        self.most_G = np.concatenate(found)
+        self.most_G, self.has_failed = np.concatenate(found), False
         return True
 
     def _rows_of(self, here: slice) -> np.ndarray:
@@ -328,8 +331,7 @@ def find(
     groups: Iterable[tuple[Mapping[torch.nn.Module, Set[str]], Set[str]]],
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[torch.nn.Module, PlainLayer]:
-    """Return the layers with twins that have a plain quantizer, and whose live memory is what it makes of the
-    mirror. The others keep their twins alone.
+    """Return the layers with twins that have a plain quantizer, after `prove`. The others keep their twins alone.
 
     Args:
         model: The model.
@@ -355,11 +357,8 @@ def find(
             ]
             if sum(part.rows * part.columns for part in parts) == weight.numel():
                 two = {name: held[name] for name in ("weight", scale)}
-                plain = PlainLayer(two, weight, parts, *quantizer)
-                if plain.prove():
-                    found[layer] = plain
-        if quantizers:
-            logger.info("deltasync: plain quantizers: layers=%d of %d", len(found), len(quantizers))
+                found[layer] = PlainLayer(two, weight, parts, *quantizer)
+                found[layer].prove()
     except Exception as error:  # noqa: BLE001 - vLLM's, of any class
         logger.info("deltasync: quantized layers keep their twins: %r", error)
     return found

@@ -255,12 +255,24 @@ class Twins:
             for layer, each in plain.items()
             if all(f"{self._paths[layer]}.{name}" in specs for name in each.names)
         }
+        self._distrusted = set[torch.nn.Module]()  # plain layers in which an audit found other bits
         self._device = backend_of(next((p.device for p in model.parameters()), torch.device("cpu")))
         self._memory = LiveMemory(specs, segments)
         self._memory.audit()
         self._ready, self._done = list[Staged](), list[Staged]()
         # the largest magnitudes after what is ready, or before what is done; None if they are not known
         self._most = dict[PlainLayer, np.ndarray | None]()
+
+    @property
+    def remark(self) -> str | None:
+        """A sentence on plain layers that take their twins in each version; None if there are none."""
+        failed = [self._paths[layer] for layer, plain in self._plain.items() if plain.has_failed]
+        if not failed:
+            return None
+        return (
+            f"{len(failed)} of {len(self._plain)} layers that could be quantized by elements, such as {failed[0]}, "
+            "are quantized as a whole in each version, because that gave other bits."
+        )
 
     def _named(self, made: Made) -> Iterator[tuple[str, torch.Tensor]]:
         for layer, tensors in made.items():
@@ -286,11 +298,17 @@ class Twins:
         known, fingerprints = self._memory.fingerprints, dict[str, int]()
         staged, parts = set[torch.nn.Module](), list[Delta]()
         for layer, plain in self._plain.items():
-            try:
-                changes = plain.stage(delta) if plain in self._most else None
-            except Exception as error:  # noqa: BLE001 - vLLM's, of any class
-                logger.warning("deltasync: %s is quantized by its twin: %r", self._paths[layer], error)
+            if plain not in self._most or plain.has_failed:
                 continue
+            changes, why = None, "live memory is not what its weights become by elements"
+            try:
+                changes = plain.stage(delta)
+            except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+                plain.has_failed, why = True, repr(error)
+            if plain.has_failed:
+                logger.warning(
+                    "deltasync: %s is quantized by its twin from now on: %s", self._paths[layer], why
+                )
             if changes is None:
                 continue
             staged.add(layer)
@@ -387,9 +405,10 @@ class Twins:
         """Compare plain layers with twins of `old` weights. Returns whether any differs; it is not plain from
         now on.
         """
+        trusted = {layer for layer, plain in self._plain.items() if not plain.has_failed}
         known, wrong = self._memory.fingerprints, list[torch.nn.Module]()
         for layers, names in self._groups:
-            if not layers.keys() & self._plain.keys():
+            if not layers.keys() & trusted:
                 continue
             try:
                 with self._device.staging():
@@ -401,13 +420,13 @@ class Twins:
                 wrong += layers
         for layer in wrong:
             logger.error("deltasync: %s is not what its twin is, so it is loaded again", self._paths[layer])
-            del self._plain[layer]
+            self._distrusted.add(layer)
         return bool(wrong)
 
     def reloaded(self, layers: Set[torch.nn.Module]) -> None:
         """Note that vLLM has loaded these layers themselves: their bits are right as they are."""
         for layer in layers & self._plain.keys():
-            self._plain[layer].most_G = None
+            self._plain[layer].most_G, self._plain[layer].has_failed = None, layer in self._distrusted
         self._memory.audit(self._proven(layers))
 
     def _proven(self, layers: Set[torch.nn.Module]) -> set[str]:
