@@ -45,7 +45,7 @@ SAID_AFTER_S = 10.0
 """Who is waited for is logged after so long, and then every minute."""
 
 _LOOK_S = 0.2  # from one look for signs of life to the next
-
+_GAVE_UP = b" has given up. "  # in a sign of life
 ENDED = "has ended its process"
 
 WAY_ON = "This publisher can publish no more: end all ranks, start them again, and open the channel with resume=True."
@@ -81,6 +81,7 @@ class Ranks(Alone):
         self._weights: dist.ProcessGroupGloo | None = None  # carries full weights
         self._number = self._line = self._beats = 0
         self._ended: int | None = None  # the newest version that ended
+        self._is_visible = False  # that one
         self._spent: list[str] = []  # keys that all have read once they answer
         self._hosts: dict[int, str] = {}
         self._ending, self._lock = threading.Event(), threading.Lock()
@@ -104,8 +105,8 @@ class Ranks(Alone):
 
     def close(self, how: str = "has closed its publisher") -> None:
         """Tell the others that this rank answers no more. No thread is left."""
-        self._lost = self._lost or f"Rank {self.rank} {how}."
         self.end(how)
+        self._lost = self._lost or f"Rank {self.rank} {how}."
         self._weights = self._store = None
 
     def end(self, how: str) -> None:
@@ -115,7 +116,7 @@ class Ranks(Alone):
             return
         self._ending.set()
         with self._lock, contextlib.suppress(RuntimeError):
-            self._store.set(f"alive/{self.rank}", f"end:{how}")
+            self._store.set(f"alive/{self.rank}", f"end:{self._gave_up() or how}")
         self._thread.join()
 
     def stop(self) -> None:
@@ -258,7 +259,7 @@ class Ranks(Alone):
         self._spent.append(f"log/{self._line}")
         self._line += 1
         if "error" in line:
-            self._ended = line["serial"]
+            self._ended, self._is_visible = line["serial"], line["error"] is None
             self._spent += [f"seen/{self._ended}/{rank}" for rank in self.others]
 
     def next_line(self) -> dict[str, Any]:
@@ -267,7 +268,9 @@ class Ranks(Alone):
         Raises:
             PublishError: the first rank is lost.
         """
-        (line,) = self._wait({0: f"log/{self._line}"}, "say what becomes of a version", bounded=False)
+        (line,) = self._wait(
+            {0: f"log/{self._line}"}, "say what becomes of a version", bounded=False, outlasts=True
+        )
         self._line += 1
         return msgspec.msgpack.decode(line, type=dict[str, Any])
 
@@ -309,7 +312,9 @@ class Ranks(Alone):
         if self._ended is not None and self._store is not None:
             keys = {rank: f"seen/{self._ended}/{rank}" for rank in self.others}
             try:
-                self._wait(keys, "read what became of the last version", bounded=False)
+                self._wait(
+                    keys, "read what became of the last version", bounded=False, outlasts=self._is_visible
+                )
             except PublishError as error:
                 logger.warning("Not all ranks say that they know how their uploads ended: %s", error)
 
@@ -377,9 +382,9 @@ class Ranks(Alone):
             raise PublishError(self._lost) from error
 
     def _lose(self, why: str) -> None:
-        """Publish no more, and tell those who wait for this rank."""
+        """Publish no more, and tell those who wait for this rank's next call; its uploads go on."""
         self._lost = why
-        self.end(f"has given up. {why.replace(WAY_ON, '').strip()}")
+        self._beat()
 
     def _meet(self, store: Any) -> str:
         """Agree with all ranks on a name for this publisher, however many of them have failed to open
@@ -422,11 +427,14 @@ class Ranks(Alone):
                     "the group, and look for the error of the rank that did not."
                 )
 
-    def _wait(self, keys: Mapping[int, str], what: str, *, bounded: bool = True) -> list[bytes]:
+    def _wait(
+        self, keys: Mapping[int, str], what: str, *, bounded: bool = True, outlasts: bool = False
+    ) -> list[bytes]:
         """Wait for one key of each of these ranks and return their values.
 
         `what` says what they have to do. With `bounded` a rank that lives has to be in a method of its
-        publisher within the timeout.
+        publisher within the timeout. What `outlasts` a loss also comes from a rank that has given up, whose
+        uploads go on, and from the others when one is lost.
 
         Raises:
             PublishError: a rank is lost, or does not come.
@@ -436,9 +444,12 @@ class Ranks(Alone):
             for missing, waited_s in _missing(store, keys, what):
                 if self._is_stopped:
                     raise PublishError("This process ends.")
-                ended = {rank: how for rank in missing if (how := self._end_of(rank, seen, bounded))}
+                ended = {
+                    rank: how for rank in missing if (how := self._end_of(rank, seen, bounded, outlasts))
+                }
+                waits_on = outlasts and len(ended) < len(missing)
                 # its last words may have been this
-                if ended and not any(_has(store, missing[rank]) for rank in ended):
+                if ended and not waits_on and not any(_has(store, missing[rank]) for rank in ended):
                     rank, how = next(iter(ended.items()))
                     raise PublishError(f"Rank {rank} {how}. {WAY_ON}")
                 outside = [rank for rank in missing if rank in seen and b" in " not in seen[rank][0]]
@@ -452,15 +463,20 @@ class Ranks(Alone):
         except RuntimeError as error:  # of torch's store
             raise PublishError(_gone(error)) from error
 
-    def _end_of(self, rank: int, seen: dict[int, tuple[bytes, float]], by_method: bool) -> str:
+    def _end_of(
+        self, rank: int, seen: dict[int, tuple[bytes, float]], by_method: bool, by_upload: bool
+    ) -> str:
         """How a rank was lost, empty if it lives; `seen` is what it said last, and when.
 
-        With `by_method` it has to call one, which a rank does not that has come to the end of its script.
+        With `by_method` it has to call one, which a rank does not that has come to the end of its script. A rank
+        that has given up does no more than what it does `by_upload`.
         """
         store = self._store
         value = store.get(f"alive/{rank}") if _has(store, f"alive/{rank}") else b""
         if value.startswith(b"end:"):
             return str(value[4:].decode())
+        if _GAVE_UP in value and not by_upload:
+            return str(value[value.index(_GAVE_UP) + 1 :].decode())
         if by_method and b" leaving " in value:
             return ENDED
         if value:
@@ -484,7 +500,12 @@ class Ranks(Alone):
             if not self._ending.is_set():
                 self._beats += 1
                 where = "leaving" if self._is_leaving else "in" if self._is_inside else "out"
-                self._store.set(f"alive/{self.rank}", f"{self._beats} {where} {self.moved_s():.3f}")
+                said = f"{self._beats} {where} {self.moved_s():.3f} {self._gave_up()}"
+                self._store.set(f"alive/{self.rank}", said.rstrip())
+
+    def _gave_up(self) -> str:
+        """Why this rank publishes no more, empty if it does."""
+        return f"has given up. {self._lost.replace(WAY_ON, '').strip(' .')}" if self._lost else ""
 
 
 _open: weakref.WeakSet[Ranks] = weakref.WeakSet()
