@@ -124,6 +124,8 @@ USES = (
     Use(f"{_RELOAD}.layerwise", "finalize_layerwise_processing", ("model", "model_config")),
     Use(f"{_RELOAD}.layerwise", "LAYERWISE_INFO"),
     Use(f"{_RELOAD}.layerwise", "_get_original_loader", ("tensor",)),
+    Use(f"{_RELOAD}.utils", "get_layer_size", ("layer",)),
+    Use(f"{_RELOAD}.meta", "materialize_layer", ("layer", "info")),
     Use(f"{_RELOAD}.meta", "to_meta_tensor", ("tensor",)),
     Use(f"{_RELOAD}.sanitize", "restore_layer_refs", ("tensor", "layer")),
     Use(f"{_RELOAD}.layerwise", "record_metadata_for_reloading", ("model",)),

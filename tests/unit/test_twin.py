@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Mapping, Set
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -409,6 +409,80 @@ def test_a_handle_of_packed_weights_is_neither_copied_nor_taken_for_another() ->
     assert other_values(twin, before) == []
     twin.quant_method.kernel.handle = Handle()  # as a kernel packs weights
     assert other_values(twin, before) == ["quant_method.kernel.handle[0]"]
+
+
+class Packed:
+    """Another library's object, which has a tensor."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensors = {"weight": tensor}
+
+
+def closed(tensor: torch.Tensor) -> object:
+    return lambda x: x @ tensor
+
+
+def test_a_function_is_the_same_if_it_has_the_same_code_over_the_same_values() -> None:
+    layer, weight = torch.nn.Module(), torch.zeros(4, 6)
+    layer.linear = closed(weight)
+    before = values(layer)
+    layer.linear = closed(weight)  # as vLLM makes one at each load
+    assert other_values(layer, before) == []
+    layer.linear = closed(weight.clone())
+    assert other_values(layer, before) == ["linear[0]"]
+
+
+@pytest.mark.parametrize("keep", [Packed, closed])
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_weights_in_objects_that_are_no_parts_of_a_layer_are_refused_and_untouched(
+    keep: Callable[[torch.Tensor], object], is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As another library packs them: a reload makes another object, or writes into that which there is."""
+    layer, tensors, own = Scaled(), {"w": torch.zeros(4, 6)}, torch.zeros(4, 6)
+    layer.packed = packed = keep(own)
+    mirror = Mirror(layer, None, {"w": {layer}}, tensors)
+
+    def reload(_: Iterable[str]) -> float:
+        layer.weight.data.copy_(quantized(tensors["w"]))
+        layer.scale.copy_(tensors["w"].max())
+        if is_kept:
+            own.copy_(tensors["w"])
+        else:
+            layer.packed = keep(tensors["w"].clone())
+        return 0.0
+
+    monkeypatch.setattr(mirror, "reload", reload)
+    with pytest.raises(
+        ModelMismatchError, match=r"another Scaled\.packed\[0\], which has weights where nothing"
+    ):
+        mirror.prove()
+    assert layer.packed is packed
+    assert not own.any()
+
+
+def test_a_version_that_makes_another_number_of_weights_is_taken_back(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Captured graphs and compiled code have it as a constant."""
+    layer, tensors = Scaled(), {"w": torch.zeros(4, 6)}
+    layer.scale_float = 0.0
+    mirror = Mirror(layer, None, {"w": {layer}}, tensors)
+
+    def reload(_: Iterable[str]) -> float:
+        layer.weight.data.copy_(quantized(tensors["w"]))
+        layer.scale.copy_(tensors["w"].max())
+        layer.scale_float = float(layer.scale)
+        return 1.0
+
+    monkeypatch.setattr(mirror, "reload", reload)
+    mirror.prove()
+    tensors["w"][0, 0] = -1  # the largest stays
+    assert mirror.refresh({"w"}) > 0
+    tensors["w"][0, 0] = 2
+    with pytest.raises(FingerprintMismatchError, match=r"Scaled\.scale_float\[0\] another number"):
+        mirror.refresh({"w"})
+    tensors["w"][0, 0] = -1
+    assert mirror.refresh({"w"}) > 0
 
 
 def test_a_model_whose_reload_packs_weights_outside_of_torch_is_refused_and_untouched(

@@ -21,12 +21,13 @@ from deltasync.channel.documents import sha256_hex
 from deltasync.errors import CommitError, FingerprintMismatchError, ModelMismatchError
 from deltasync.live import Segment
 from deltasync.serve.derived import is_made
+from deltasync.serve.engine import around
 from deltasync.serve.load_plan import LoadPlan
 from deltasync.tensors import Delta, TensorSpec
 from deltasync.tensors.bits import bits_of, cast, int_view
 from vllm_plugin import logger
 from vllm_plugin.load import plain
-from vllm_plugin.load.layers import LOADER, parts, prepare_reload, tensors_of
+from vllm_plugin.load.layers import LOADER, parts, prepare_reload, tensors_of, tensors_within
 from vllm_plugin.load.twin import Group, Made, Twins, load, make, other_values, overlaps, values
 
 Layers = Mapping[str, Set[torch.nn.Module]]
@@ -85,6 +86,7 @@ class Mirror:
         self._model, self._config = model, config
         self._layers, self._tensors, self._reasons = layers, tensors, reasons or {}
         self.dirty: set[torch.nn.Module] = set()
+        self._numbers = dict[torch.nn.Module, dict[str, object]]()
         self.twins = Twins(model, (), self._make)
 
     @property
@@ -108,6 +110,7 @@ class Mirror:
             ModelMismatchError: it does not; live memory is as before.
         """
         known, groups, without = set(), list[Group](), set[str]()
+        self._numbers = {layer: _numbers(layer) for layer in self.modules}
         for layers, names in _together(self._layers):  # in groups, to hold fewer copies on the host at once
             kind = (
                 *sorted(re.sub("[0-9]+", "#", name) for name in names),
@@ -140,15 +143,13 @@ class Mirror:
             for layer, tensors in live.items()
         }
         attributes = _attributes(layers)
-        handles = {
-            layer: {name: value for name, value in values(layer).items() if hasattr(value, "__del__")}
-            for layer in layers
-        }
+        hidden = _Hidden(layers)
         registered = {layer: (dict(layer._parameters), dict(layer._buffers)) for layer in layers}
         problem = cause = None
         try:
             with _Collectives() as asked:  # type: ignore[no-untyped-call]
                 stale, changing, has_twins = self._stale(names, before, covered)
+            elsewhere = hidden.changed()
             if asked.found:
                 raise RuntimeError(
                     "its workers exchange scales, which they cannot do while they compute: serve it with one "
@@ -168,11 +169,10 @@ class Mirror:
                 now = tensors_of(layer)
                 if moved := [name for name, place in places[layer].items() if now[name].data_ptr() != place]:
                     problem = problem or f"puts {type(layer).__name__}.{moved[0]} elsewhere"
-                if other := other_values(layer, handles[layer]):
-                    what = (
-                        f"{type(layer).__name__}.{other[0]}, which has weights where nothing can prove them"
-                    )
-                    problem = problem or f"makes another {what}"
+            if elsewhere is not None:
+                problem = (
+                    problem or f"makes another {elsewhere}, which has weights where nothing can prove them"
+                )
         except RuntimeError as error:  # as torch raises it
             problem, cause = f"fails ({error})", error
         finally:
@@ -278,6 +278,7 @@ class Mirror:
         if not layers:
             return 0.0
         reload_s = self.reload(names)
+        self._prove_numbers(layers)
         twins.reloaded(layers)
         self.dirty = layers
         reload_s += self.reload(())
@@ -287,6 +288,17 @@ class Mirror:
                 f"vLLM loaded layers of {min(names, default='damaged weights')} twice, with two results."
             )
         return reload_s
+
+    def _prove_numbers(self, layers: Iterable[torch.nn.Module]) -> None:
+        """Make sure that numbers in layers, which captured graphs and compiled code have as constants, are those
+        with which the server started.
+        """
+        for layer in layers:
+            if other := other_values(layer, self._numbers.get(layer, {})):
+                raise FingerprintMismatchError(
+                    f"These weights make {type(layer).__name__}.{other[0]} another number, which vLLM keeps as a "
+                    "constant of its graphs: start the server again from a checkpoint of this version."
+                )
 
     def _layers_of(self, names: Iterable[str]) -> set[torch.nn.Module]:
         """Return the layers of tensors that are mirrored, and what is `dirty`."""
@@ -329,13 +341,46 @@ class Mirror:
         for code in codes.values():
             found.update(torch.unique(code).tolist())
         idle = []
-        for number, name in enumerate(names, 1):
-            if number not in found:
-                with self._changed([name]):
-                    self.reload(names)
-                if not any(_differences(layer, held) for layer, held in before.items()):
-                    idle.append(name)
+        alone = [name for number, name in enumerate(names, 1) if number not in found]
+        loaded = self._loaded(names, before) if alone else {}
+        for name in alone:
+            with self._changed([name]):
+                is_loaded = any(
+                    _differ(held, loaded[layer]) for layer, held in self._loaded(names, before).items()
+                )
+            if not is_loaded and not any(_differences(layer, held) for layer, held in before.items()):
+                idle.append(name)
         return idle
+
+    def _loaded(self, names: Sequence[str], layers: Iterable[torch.nn.Module]) -> Made:
+        """Reload, and return the tensors that vLLM's methods of these layers are given, on the host; elements
+        that are not loaded are zero. From equal ones a method makes what it makes in a fresh server: it may take
+        the largest of several scales, or leave a tensor unused.
+        """
+        from vllm.model_executor.model_loader.reload import layerwise
+
+        found, materialize = Made(), layerwise.materialize_layer
+
+        def zeroed(layer: Any, info: Any) -> None:
+            materialize(layer, info)
+            for tensor in _registered(layer).values():
+                int_view(tensor.data).zero_()
+
+        def noting(process: Any, layer: Any) -> None:
+            found[layer] = {name: _on_host(tensor.data) for name, tensor in _registered(layer).items()}
+            process(layer)
+
+        methods = {id(each): each for layer in layers if (each := getattr(layer, "quant_method", None))}
+        for method in methods.values():
+            around(method, "process_weights_after_loading")(noting)
+        layerwise.materialize_layer = zeroed
+        try:
+            self.reload(names)
+        finally:
+            layerwise.materialize_layer = materialize
+            for method in methods.values():
+                vars(method).pop("process_weights_after_loading", None)
+        return found
 
     @contextlib.contextmanager
     def _changed(self, names: Iterable[str]) -> Iterator[None]:
@@ -396,6 +441,37 @@ class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch
         return func(*args, **(kwargs or {}))
 
 
+class _Hidden:
+    """Values of layers that are neither tensors nor parts of them, and have weights: a handle of memory outside
+    of torch, or tensors in objects of another library or in functions. Nothing patches or proves these.
+    """
+
+    def __init__(self, layers: Iterable[torch.nn.Module]) -> None:
+        self._values = {
+            layer: {
+                name: value
+                for name, value in values(layer).items()
+                if hasattr(value, "__del__") or any(True for _ in tensors_within(value))
+            }
+            for layer in layers
+        }
+        self._copies = [
+            (f"{type(layer).__name__}.{name}", tensor, _on_host(tensor))
+            for layer, held in self._values.items()
+            for name, value in held.items()
+            for tensor in tensors_within(value)
+            if not tensor.is_meta
+        ]
+
+    def changed(self) -> str | None:
+        """Return the name of one that is another, or that has other bits."""
+        for layer, held in self._values.items():
+            if other := other_values(layer, held):
+                return f"{type(layer).__name__}.{other[0]}"
+        changed = (name for name, now, before in self._copies if _differ({name: now.cpu()}, {name: before}))
+        return next(changed, None)
+
+
 def _attributes(layers: Iterable[torch.nn.Module]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Return the attributes of layers and of their `parts`, which change with them, and as they are now."""
     return [(vars(part), dict(vars(part))) for layer in layers for part in parts(layer).values()]
@@ -449,12 +525,24 @@ def _on_host(tensor: torch.Tensor) -> torch.Tensor:
 
 def _differences(layer: torch.nn.Module, tensors: Weights) -> set[str]:
     """Return the names of a layer's tensors whose bits differ from these, which are on the host."""
-    now = tensors_of(layer)
+    return _differ(tensors_of(layer), tensors)
+
+
+def _differ(now: Weights, tensors: Weights) -> set[str]:
     return {
         name
         for name in tensors
         if name not in now or not torch.equal(_bits(now[name]).cpu(), _bits(tensors[name]))
     }
+
+
+def _numbers(layer: torch.nn.Module) -> dict[str, object]:
+    return {name: value for name, value in values(layer).items() if isinstance(value, float)}
+
+
+def _registered(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    held = {**layer._parameters, **layer._buffers}
+    return {name: tensor for name, tensor in held.items() if tensor is not None and not tensor.is_meta}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:

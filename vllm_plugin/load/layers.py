@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -71,6 +73,23 @@ def alone(weights: Iterable[torch.Tensor]) -> Iterator[None]:
         online.amax_for_tp_weight_quant = reduce
 
 
+@contextlib.contextmanager
+def whole() -> Iterator[None]:
+    """Have vLLM process a layer, in the body, when its reload is finalized, with all of its weights.
+
+    By itself it does so once it has counted as many elements as the layer has. It then drops what comes later:
+    of experts' FP8 with a scale for each tensor two projections share the scale of the input, which counts twice.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    size = layerwise.get_layer_size
+    layerwise.get_layer_size = lambda _: sys.maxsize
+    try:
+        yield
+    finally:
+        layerwise.get_layer_size = size
+
+
 def parts(layer: torch.nn.Module) -> dict[str, Any]:
     """Return a layer, and vLLM's objects that it computes with, such as its method, kernels and their settings,
     by the names of the attributes that lead to them. No other layer is among them.
@@ -104,6 +123,32 @@ def is_part(value: object) -> bool:
 
 
 _OF_LAYERS = "vllm.model_executor.", "vllm.v1.attention."
+
+
+def tensors_within(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a value holds that is no part of a layer: weights that another library has packed,
+    or those over which a function is closed.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, type | Enum | ModuleType | torch.nn.Module):
+        if isinstance(value, Mapping):
+            held: Iterable[object] = value.values()
+        elif isinstance(value, list | tuple | set):
+            held = value
+        elif isinstance(value, FunctionType):
+            held = closed_over(value)
+        elif isinstance(value, functools.partial):
+            held = (value.func, value.args, value.keywords)
+        else:
+            held = getattr(value, "__dict__", {}).values()
+        for each in held:
+            yield from tensors_within(each, depth - 1)
+
+
+def closed_over(function: FunctionType) -> list[object]:
+    """Return the values that a function has beside its code."""
+    return [*(function.__defaults__ or ()), *inspect.getclosurevars(function).nonlocals.values()]
 
 
 def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from types import MappingProxyType, MethodType
+from types import FunctionType, MappingProxyType, MethodType
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,16 @@ from deltasync.tensors.bits import bits_of, dtype_name, int_view
 from deltasync.tensors.delta import joined, of_tensor
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin import logger
-from vllm_plugin.load.layers import LOADER, alone, is_part, parts, prepare_reload, tensors_of
+from vllm_plugin.load.layers import (
+    LOADER,
+    alone,
+    closed_over,
+    is_part,
+    parts,
+    prepare_reload,
+    tensors_of,
+    whole,
+)
 from vllm_plugin.load.plain import PlainLayer
 
 Weights = Mapping[str, torch.Tensor]
@@ -47,7 +56,7 @@ def load(loaded: torch.nn.Module, config: Any, layers: Iterable[torch.nn.Module]
     """
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-    with alone(weights.values()):
+    with alone(weights.values()), whole():
         try:
             loaded.load_weights(weights.items())  # type: ignore[operator]
         finally:
@@ -195,9 +204,18 @@ def values(layer: torch.nn.Module) -> dict[str, object]:
 
 
 def other_values(layer: torch.nn.Module, wanted: Mapping[str, object]) -> list[str]:
-    """Return the names of these `values` that a layer does not have."""
+    """Return the names of these `values` that a layer does not have. A function is the same if its code is, with
+    the same values.
+    """
     found = values(layer)
-    return [name for name, value in wanted.items() if name not in found or found[name] != value]
+    return [name for name, value in wanted.items() if name not in found or not _is_same(found[name], value)]
+
+
+def _is_same(one: object, other: object) -> bool:
+    if isinstance(one, FunctionType) and isinstance(other, FunctionType):
+        held = zip(closed_over(one), closed_over(other), strict=False)
+        return one.__code__ is other.__code__ and all(mine is theirs for mine, theirs in held)
+    return one is other or bool(one == other)
 
 
 _OTHERS = torch.Tensor, torch.nn.Module, MethodType
