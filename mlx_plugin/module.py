@@ -2,7 +2,9 @@
 
 A forward call builds a graph, which keeps its arrays and is computed later, so a commit never writes into an
 array that a graph may have: `stage` copies the arrays and prepares the exchange with the copies; `commit`
-puts the copies, which have the same bits, in the place of the arrays, and then exchanges the values.
+puts the copies, which have the same bits, in the place of the arrays, and then exchanges the values. Of a
+quantized module a mirror of the published weight is exchanged; the arrays that `stage` has quantized from it
+replace the module's.
 """
 
 from __future__ import annotations
@@ -16,36 +18,18 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import torch
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import ConfigError, StageError
 from deltasync.following import Commit, Identify, StagedVersion
-from deltasync.serve import Gate, GatedTarget, Mapped, Names, Part, gated_calls
+from deltasync.serve import Gate, GatedTarget, Mapped, Names, Part, audited, gated_calls
+from mlx_plugin import quantized
+from mlx_plugin.arrays import arrays, bits, of_bits
 from mlx_plugin.derived import KeptArrays
 
 _EXPERTS = ".switch_mlp."  # mlx_lm's name for the experts of a layer, which it stacks
-
-
-def bits(array: mx.array) -> np.ndarray:
-    """Return an array's bit patterns, unsigned, in its shape; they share its memory. Raises StageError."""
-    try:
-        return np.asarray(array.view(getattr(mx, f"uint{8 * array.itemsize}")))
-    except RuntimeError as error:  # a graph is computed in the thread that built it
-        raise StageError(
-            f"The model has an array that is not computed: call mx.eval(model.parameters()). {error}"
-        ) from None
-
-
-def arrays(model: nn.Module) -> dict[str, mx.array]:
-    """Return a model's parameters by name."""
-    return dict(tree_flatten(model.parameters()))
-
-
-def all_bits(model: nn.Module) -> dict[str, np.ndarray]:
-    """Return the bits of a model's parameters by name."""
-    return {name: bits(each) for name, each in arrays(model).items()}
 
 
 class MlxTarget(GatedTarget):
@@ -54,7 +38,10 @@ class MlxTarget(GatedTarget):
     def __init__(self, module: nn.Module, reader: ChannelReader, names: Names, gate: Gate) -> None:
         super().__init__(module, reader, self._unstacked, gate)
         self._given = names
-        self._next: tuple[dict[str, mx.array], Mapped] | None = None  # the copies of the last `stage`
+        # the copies of the last `stage`, and live memory over what MLX has made
+        self._next: tuple[dict[str, mx.array], Mapped, Any] | None = None
+        self._quantized: dict[str, quantized.QuantizedWeight] = {}
+        self._made: Any = None  # live memory over what MLX has made of the version, as it was made
         if mx.default_device() == mx.gpu and mx.cuda.is_available():
             raise ConfigError(
                 "MLX on CUDA keeps arrays where they cannot be patched: follow with a torch.nn.Module there."
@@ -72,13 +59,42 @@ class MlxTarget(GatedTarget):
         return named
 
     def _state(self, held: Mapping[str, mx.array] | None = None) -> dict[str, Any]:
+        arrays_by_name = held or arrays(self._module)
         state: dict[str, Any] = {}
-        for own, array in (held or arrays(self._module)).items():
-            view, name = bits(array), str(array.dtype).removeprefix("mlx.core.").rstrip("_")
-            state[own] = torch.from_numpy(view.view(f"i{view.itemsize}")).view(getattr(torch, name))
+        for own, view in self.published(held).items():
+            weight = self._quantized.get(own)
+            dtype = (
+                str(arrays_by_name[own].dtype).removeprefix("mlx.core.") if weight is None else weight.dtype
+            )
+            state[own] = torch.from_numpy(view.view(f"i{view.itemsize}")).view(
+                getattr(torch, dtype.rstrip("_"))
+            )
         if getattr(getattr(self._module, "args", None), "tie_word_embeddings", False):
             state.setdefault("lm_head.weight", state.get("model.embed_tokens.weight"))
         return state
+
+    def published(self, held: Mapping[str, mx.array] | None = None) -> dict[str, np.ndarray]:
+        """Return the bits of the weights by their names in the model; of those that MLX has quantized, of the
+        mirror. They share memory with these.
+
+        Args:
+            held: The model's arrays; those that it has now by default.
+        """
+        made = self._made_names
+        found = {own: bits(array) for own, array in (held or arrays(self._module)).items() if own not in made}
+        return found | {own: weight.bits for own, weight in self._quantized.items()}
+
+    def made(self) -> dict[str, np.ndarray]:
+        """Return the bits of the arrays that MLX has made of published weights, by their names in the model."""
+        held = arrays(self._module)
+        return {own: bits(held[own]) for own in self._made_names}
+
+    @property
+    def _made_names(self) -> set[str]:
+        return {own for weight in self._quantized.values() for own in weight.made}
+
+    def _is_made(self) -> bool:
+        return self.version is None or self._made is None or bool(self._made.is_intact())
 
     def _found(self) -> dict[str, int]:
         found = {}
@@ -96,7 +112,10 @@ class MlxTarget(GatedTarget):
         """Find the channel's tensors in the model, and which version they are, if any."""
         with self._gate.alone():
             self._kept.drop()
+        self._made = None
+        self._quantized = quantized.find(self._module, self.reader.specs, self._names)
         super().open(identify)
+        self._opened.reported = {name for each in self._quantized.values() for name in each.places}
 
     def stage(self, chain: Sequence[StoredRecord]) -> StagedVersion | None:
         """As `Target.stage`. Takes memory for a second copy of the weights, until no graph has the first any
@@ -105,8 +124,10 @@ class MlxTarget(GatedTarget):
         live = self._opened.memory
         made: dict[int, mx.array] = {}  # arrays that have two names stay one
         copies = {}
-        for own, each in arrays(self._module).items():
-            copies[own] = made.setdefault(id(each), mx.array(bits(each)).view(each.dtype))
+        held, remade = arrays(self._module), self._made_names
+        for own, each in held.items():
+            if own not in remade:
+                copies[own] = made.setdefault(id(each), of_bits(bits(each), each.dtype))
         mx.eval(copies)
         if any(bits(each).ctypes.data != bits(each).ctypes.data for each in copies.values()):
             raise StageError("MLX copies an array to view its bits here, so that they cannot be written.")
@@ -117,17 +138,37 @@ class MlxTarget(GatedTarget):
             staged = super().stage(chain)
         finally:
             self._opened.memory = live
-        self._next = copies, mapped
+        if staged is None:
+            return None
+        for weight in self._quantized.values():
+            copies |= weight.changes(staged.whole, held)
+        mx.eval(copies)
+        self._next = copies, mapped, audited({own: _signed(bits((held | copies)[own])) for own in remade})
         return staged
 
     def _exchange(self, staged: StagedVersion) -> Commit:
         assert self._next is not None
-        (copies, mapped), self._next = self._next, None
+        (copies, mapped, made), self._next = self._next, None
         self._kept.drop()
-        self._module.update(tree_unflatten([*copies.items()]))
-        self._opened.memory, self.tensors, self._ties = mapped
-        self._storages, self._parts = self._found(), self._held()
-        return super()._exchange(staged)
+        held, before = arrays(self._module), self._made
+        self._put(copies)
+        self._made, (self._opened.memory, self.tensors, self._ties) = made, mapped
+        try:
+            return super()._exchange(staged)
+        except BaseException:
+            self._put({own: held[own] for own in self._made_names})
+            self._made = before
+            raise
+
+    def _put(self, replacing: Mapping[str, mx.array]) -> None:
+        """Have the model compute with these arrays, by their names."""
+        self._module.update(tree_unflatten([*replacing.items()]))
+        self._note_places()
+
+
+def _signed(bits_of: np.ndarray) -> torch.Tensor:
+    """Return bit patterns as signed integers, which share their memory."""
+    return torch.from_numpy(bits_of.view(f"i{bits_of.itemsize}"))
 
 
 gating = functools.partial(gated_calls, names=("__call__", "embed_inputs"))

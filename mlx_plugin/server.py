@@ -7,7 +7,7 @@ import io
 import json
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import mlx.core as mx
 from mlx_lm import server
@@ -18,7 +18,7 @@ from deltasync.errors import ConfigError, DeltaSyncError
 from deltasync.serve import replies
 from deltasync.serve.constraint import ReplyGuard, read
 from deltasync.serve.requests import until_ready
-from mlx_plugin.module import all_bits
+from mlx_plugin.module import MlxTarget
 
 following: deltasync.ModuleReplica  # by the one model that is served
 settings: ReplicaSettings
@@ -115,8 +115,8 @@ class _Handler(server.APIHandler):
         return super().generate_response(*arguments, tokens=tokens, **options)
 
     def do_GET(self) -> None:
-        model, token = self.response_generator.model_provider.model, self.headers.get("authorization")
-        found = replies.answer(following, settings, self.path, token, lambda: all_bits(model))
+        target, token = cast(MlxTarget, following._follow.target), self.headers.get("authorization")
+        found = replies.answer(following, settings, self.path, token, target.published, target.made)
         self._reply(super().do_GET) if found is None else self._send(*found)
 
     def do_POST(self) -> None:

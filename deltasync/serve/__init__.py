@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltasync.serve.draft import DRAFT, WithDraft
-    from deltasync.serve.gate import Gate, GatedTarget, Mapped, Names, Part, gated_calls, reclassed
+    from deltasync.serve.gate import Gate, GatedTarget, Mapped, Names, Part, audited, gated_calls, reclassed
     from deltasync.serve.module import ModuleReplica, follow
 
 _HOME = {
     **dict.fromkeys(("DRAFT", "WithDraft"), "draft"),
-    **dict.fromkeys(("Gate", "GatedTarget", "Mapped", "Names", "Part", "gated_calls", "reclassed"), "gate"),
+    **dict.fromkeys(
+        ("Gate", "GatedTarget", "Mapped", "Names", "Part", "audited", "gated_calls", "reclassed"), "gate"
+    ),
     **dict.fromkeys(("ModuleReplica", "follow"), "module"),
 }
 
@@ -29,6 +31,7 @@ __all__ = [
     "Names",
     "Part",
     "WithDraft",
+    "audited",
     "calls",
     "constraint",
     "derived",

@@ -27,7 +27,7 @@ from deltasync.following.target import Identify
 from deltasync.following.weights import StagedVersion
 from deltasync.live import LiveMemory, Segment
 from deltasync.tensors import TensorSpec
-from deltasync.tensors.bits import dtype_name, has_memory, int_view
+from deltasync.tensors.bits import dtype_name, has_memory, int_view, spec_of
 from deltasync.threads import Home
 
 logger = logging.getLogger(__name__)
@@ -455,6 +455,14 @@ memory.
 """
 
 
+def audited(tensors: Mapping[str, torch.Tensor]) -> LiveMemory:
+    """Return live memory over whole tensors, which knows their fingerprints as they are now."""
+    specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+    memory = LiveMemory(specs, {name: [Segment.whole(tensor)] for name, tensor in tensors.items()})
+    memory.audit()
+    return memory
+
+
 class GatedTarget(MemoryTarget):
     """The weights of a model whose forward calls pass a gate.
 
@@ -512,8 +520,17 @@ class GatedTarget(MemoryTarget):
         weights = self.weights
         if weights is None or not weights.settled or weights.version is None:
             return True
+        return self._is_intact()
+
+    def _is_intact(self) -> bool:
         with self._reading:
-            return weights.memory.is_intact()
+            return self._opened.memory.is_intact() and self._is_made()
+
+    def _is_made(self) -> bool:
+        """Whether what the framework has made of the version's weights, and computes with instead, is as it was
+        made.
+        """
+        return True
 
     def _call_begun(self) -> int:
         """Compare all bits before the first forward call since the model was mapped.
@@ -608,6 +625,8 @@ class GatedTarget(MemoryTarget):
             else:
                 with self._reading:
                     super().settle()
+                    if not self._is_made():
+                        self._opened.identified(None)
                 self._audited_s = time.monotonic()
             if before is not None and self.version is None:
                 logger.warning(
@@ -626,9 +645,8 @@ class GatedTarget(MemoryTarget):
         """
         staged = self._opened.stage(chain)
         if self._is_due:
-            with self._reading:
-                if not self._opened.memory.is_intact():
-                    self._opened.settled = False
+            if not self._is_intact():
+                self._opened.settled = False
             self._audited_s = time.monotonic()
             self._update_gate()
         return staged if self._opened.settled else None

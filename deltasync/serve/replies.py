@@ -73,6 +73,7 @@ def answer(
     path: str,
     authorization: str | None,
     live: Callable[[], Mapping[str, np.ndarray]],
+    made: Callable[[], Mapping[str, np.ndarray]] = dict,
 ) -> tuple[int, Any] | None:
     """Answer a GET request for /deltasync/status, ready or digest. Returns None for any other path.
 
@@ -82,6 +83,7 @@ def answer(
         path: The request's path, with its query: `?commits=0` shortens the status.
         authorization: The request's header of this name.
         live: Returns the bits of the model's tensors by name. They are read while the model is held.
+        made: Likewise of what the framework has made of published weights, of which `live` has a mirror.
 
     Returns:
         The status code, and what to send as JSON.
@@ -101,10 +103,14 @@ def answer(
         return 200, msgspec.to_builtins(status)
     try:
         with following.hold() as version:
-            sha256 = {name: sha256_hex(np.ascontiguousarray(bits).data) for name, bits in live().items()}
+            sha256, of_made = _digests(live()), _digests(made())
     except DeltaSyncError as error:
         return 503, {"error": str(error)}
-    return 200, {"version": version, "sha256": sha256}
+    return 200, {"version": version, "sha256": sha256} | ({"made": [of_made]} if of_made else {})
+
+
+def _digests(bits: Mapping[str, np.ndarray]) -> dict[str, str]:
+    return {name: sha256_hex(np.ascontiguousarray(each).data) for name, each in bits.items()}
 
 
 def server_settings(program: str) -> tuple[str, ReplicaSettings, list[str]]:

@@ -196,7 +196,8 @@ class TestMlx(TargetContract):
         mx = pytest.importorskip("mlx.core", reason="needs MLX: make test-mlx")
         from mlx import nn
 
-        from mlx_plugin.module import MlxTarget, bits
+        from mlx_plugin.arrays import bits
+        from mlx_plugin.module import MlxTarget
 
         class Mlx(InMemory):
             module: nn.Module | None = None

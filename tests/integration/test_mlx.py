@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib
 import json
 import sys
@@ -21,7 +22,9 @@ from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from deltasync import Publisher, follow
+from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, StageError
+from deltasync.serve import replies
 from tests import demands, http_server
 from tests.http_server import Server, digests, save, weights_of
 from tests.integration.test_module import PATIENCE_S, Trainer, Weights, followed, llama, training, untied
@@ -32,7 +35,8 @@ mlx_lm = pytest.importorskip("mlx_lm", reason="needs mlx-lm: make test-mlx")
 nn = pytest.importorskip("mlx.nn")
 lora = pytest.importorskip("mlx_lm.tuner.utils")
 
-from mlx_plugin.module import arrays, bits  # noqa: E402 - it imports MLX
+from mlx_plugin.arrays import arrays, bits  # noqa: E402 - it imports MLX
+from mlx_plugin.module import MlxTarget  # noqa: E402
 
 PROMPT = [3, 14, 15, 9, 26, 5]
 
@@ -176,8 +180,8 @@ def loaded(model: Any, path: Path) -> None:
     model.load_weights(str(path), strict=False)
 
 
-def quantized(model: Any, path: Path) -> None:
-    nn.quantize(model, group_size=32, bits=4, class_predicate=lambda path, _: path == "lm_head")
+def quantized_otherwise(model: Any, path: Path) -> None:
+    model.update_modules({"lm_head": nn.QuantizedLinear(32, 64, False, 32, 4)})  # from float32
 
 
 def adapted(model: Any, path: Path) -> None:
@@ -185,7 +189,8 @@ def adapted(model: Any, path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "is_brought_back"), [(updated, True), (loaded, True), (quantized, False), (adapted, False)]
+    ("change", "is_brought_back"),
+    [(updated, True), (loaded, True), (quantized_otherwise, False), (adapted, False)],
 )
 def test_nothing_is_computed_with_weights_that_somebody_replaced(
     checkpoint: Path,
@@ -265,7 +270,32 @@ def test_tied_embeddings(memory_url: str, tmp_path: Path, names: str) -> None:
             assert_bits(model, expected)
 
 
-def test_experts_that_mlx_lm_stacks(memory_url: str, tmp_path: Path) -> None:
+MODES = {"affine": (32, 4), "affine 8": (32, 8), "mxfp4": (32, 4), "mxfp8": (32, 8), "nvfp4": (16, 4)}
+
+
+def quantized(model: Any, mode: str = "affine") -> Any:
+    """The model, in which each module that can be is quantized."""
+    size, width = MODES[mode]
+
+    def fits(_: str, module: Any) -> bool:
+        return hasattr(module, "to_quantized") and module.weight.shape[-1] % size == 0
+
+    nn.quantize(model, size, width, mode=mode.split()[0], class_predicate=fits)
+    mx.eval(model.parameters())
+    return model
+
+
+def assert_same(model: Any, expected: Any) -> None:
+    """Two models have the same bits in all arrays."""
+    held, wanted = arrays(model), arrays(expected)
+    assert held.keys() == wanted.keys()
+    for own, array in wanted.items():
+        assert held[own].dtype == array.dtype, own
+        np.testing.assert_array_equal(bits(held[own]), bits(array), err_msg=own)
+
+
+@pytest.mark.parametrize("change", [lambda model: model, quantized], ids=["plain", "quantized"])
+def test_experts_that_mlx_lm_stacks(memory_url: str, tmp_path: Path, change: Callable[[Any], Any]) -> None:
     torch.manual_seed(1)
     config = Qwen3MoeConfig(
         vocab_size=64, hidden_size=32, intermediate_size=48, moe_intermediate_size=16, num_hidden_layers=2,
@@ -275,20 +305,57 @@ def test_experts_that_mlx_lm_stacks(memory_url: str, tmp_path: Path) -> None:
     checkpoint = save(
         Qwen3MoeForCausalLM(config).to(torch.bfloat16), tmp_path / "model", num_experts=4, rope_theta=10000.0
     )
-    with followed(memory_url, load(checkpoint), weights_of(checkpoint), background=False) as (
-        model,
-        trainer,
-        following,
-    ):
+    model, weights = change(load(checkpoint)), weights_of(checkpoint)
+    with followed(memory_url, model, weights, background=False) as (_, trainer, following):
         for _ in range(2):
             version = trainer.publish()
             assert following.sync() == version
-            expected = arrays(fresh(checkpoint, trainer.published[version], tmp_path / str(version)))
-            held = arrays(model)
-            assert held.keys() == expected.keys()
-            assert any(".switch_mlp." in own for own in held)
-            for own, array in expected.items():
-                np.testing.assert_array_equal(bits(held[own]), bits(array), err_msg=own)
+            assert_same(model, change(fresh(checkpoint, trainer.published[version], tmp_path / str(version))))
+        assert any(".switch_mlp." in own for own in arrays(model))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_quantized_modules_are_those_of_a_fresh_quantization(
+    mode: str, checkpoint: Path, memory_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def expected(version: int) -> Any:
+        at = tmp_path / f"{version} {time.monotonic()}"
+        return quantized(fresh(checkpoint, trainer.published[version], at), mode)
+
+    model = quantized(load(checkpoint), mode)
+    with followed(memory_url, model, weights_of(checkpoint), background=False) as (_, trainer, following):
+        assert_same(model, expected(1))
+        for version in range(2, 11):
+            trainer.publish()
+            assert following.sync() == version
+        assert_same(model, expected(10))
+        assert greedy(model) == greedy(expected(10))
+        target = following._follow.target
+        _, digest = replies.answer(  # type: ignore[misc]
+            following, ReplicaSettings(), "/deltasync/digest", None, target.published, target.made
+        )
+        assert (digest["version"], digest["sha256"]) == (10, digests(trainer.published[10]))
+        words = bits(expected(10).lm_head.weight).tobytes()
+        assert digest["made"][0]["lm_head.weight"] == hashlib.sha256(words).hexdigest()
+        for damaged in (model.lm_head.weight, model.model.layers[0].self_attn.q_proj.scales):
+            bits(damaged)[5, 0] ^= 1
+            assert following.sync() == 10
+            assert_same(model, expected(10))
+        following.pin = 4
+        assert following.sync() == 4
+        assert_same(model, expected(4))
+
+        def refuse(*_: object) -> None:
+            raise ModelMismatchError("planted")
+
+        with monkeypatch.context() as patched, pytest.raises(ModelMismatchError, match="planted"):
+            patched.setattr(MlxTarget, "_refuse", refuse)
+            following.pin = "newest"
+            following.sync()
+        assert following.version == 4
+        assert_same(model, expected(4))
+        assert following.sync() == 10
+        assert_same(model, expected(10))
 
 
 _ANY: dict[str, Any] = {
@@ -449,16 +516,16 @@ def test_what_is_refused(checkpoint: Path, memory_url: str) -> None:
         trainer.publish()
         with follow(model, memory_url), pytest.raises(ConfigError, match="follows a channel already"):
             follow(model, memory_url)
-        quantized = load(checkpoint)
-        before = {own: bits(each).copy() for own, each in arrays(quantized).items()}
-        nn.quantize(quantized, group_size=32, bits=4, class_predicate=lambda path, _: path == "lm_head")
-        with pytest.raises(ModelMismatchError, match="uint32, which is not supported"):
-            follow(quantized, memory_url)
+        other = load(checkpoint)
+        other.set_dtype(mx.float16)
+        before = {own: bits(each).copy() for own, each in arrays(quantized(other)).items()}
+        with pytest.raises(ModelMismatchError, match=r"was not quantized from bfloat16, which .*set_dtype"):
+            follow(other, memory_url)
+        assert all(np.array_equal(bits(each), before[own]) for own, each in arrays(other).items())
         with pytest.raises(ModelMismatchError, match="float32"):
             other = load(checkpoint)
             other.set_dtype(mx.float32)
             follow(other, memory_url)
-    assert before.keys() == arrays(load(checkpoint)).keys()
     with pytest.raises(ConfigError, match=r"takes a torch\.nn\.Module or an mlx\.nn\.Module"):
         follow(object(), memory_url)
 
