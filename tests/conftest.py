@@ -8,6 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+# Threads of torch that wait for one another spin. On cores that several workers share, and the processes that
+# they start, a step that computes for 10 ms spins for 250.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 import numpy as np
 import pytest
 import torch

@@ -9,10 +9,12 @@ section.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
 from markdown_it import MarkdownIt
+from markdown_it.token import Token
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -61,9 +63,14 @@ class Block:
         return self.note.startswith("in a terminal of its own")
 
 
+@functools.cache  # four files of tests look for code in all pages
+def _tokens(page: Path) -> list[Token]:
+    return MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
+
+
 def blocks(page: Path) -> list[Block]:
     found, name, section = [], page.relative_to(ROOT).as_posix(), ""
-    tokens = MarkdownIt().parse(page.read_text(encoding="utf-8"))
+    tokens = _tokens(page)
     for before, token in zip([None, *tokens], tokens, strict=False):
         if (
             token.type == "inline"
@@ -86,7 +93,7 @@ def before_code(page: Path) -> list[str]:
     """What stands between the title and the first code: types of markdown-it's blocks, without headings and
     comments.
     """
-    tokens = MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
+    tokens = _tokens(page)
     types = [token.type for token in tokens if token.level == 0]
     code = min((types.index(kind) for kind in ("fence", "code_block") if kind in types), default=len(types))
     return [kind for kind in types[:code] if kind.endswith("_open") and kind != "heading_open"]
@@ -94,9 +101,11 @@ def before_code(page: Path) -> list[str]:
 
 def spans(page: Path) -> list[str]:
     """Code within the text."""
-    tokens = MarkdownIt().enable("table").parse(page.read_text(encoding="utf-8"))
     return [
-        child.content for token in tokens for child in token.children or [] if child.type == "code_inline"
+        child.content
+        for token in _tokens(page)
+        for child in token.children or []
+        if child.type == "code_inline"
     ]
 
 
