@@ -4,7 +4,8 @@
 
 The server then follows the channel, reports under /deltasync/, and keeps its caches apart by version. SGLang
 calls `register` in each of its processes, because the package names it as an entry point of
-`sglang.srt.plugins`. Without DELTASYNC_CHANNEL nothing in SGLang is changed.
+`sglang.srt.plugins`. Without DELTASYNC_CHANNEL nothing in SGLang is changed. With DELTASYNC_ADAPTER the channel
+holds an adapter, which the HTTP server's process follows (`sglang_plugin.adapters`).
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ def register() -> None:
     A variable that is misspelt or cannot be used ends the process at once: SGLang goes on after any other
     exception.
     """
+    from deltasync.config import ReplicaSettings
     from deltasync.serve import startup
 
     try:
@@ -38,7 +40,8 @@ def register() -> None:
             return
     except ConfigError as error:
         startup.leave(error)
-    if "sglang.srt.managers.scheduler" in sys.modules:  # where there may be a scheduler
+    has_adapter = ReplicaSettings.from_env().adapter is not None
+    if not has_adapter and "sglang.srt.managers.scheduler" in sys.modules:  # where there may be a scheduler
         from sglang_plugin import hooks
 
         hooks.install()

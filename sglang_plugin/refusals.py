@@ -43,7 +43,7 @@ OPTIONS: dict[str, dict[str, object]] = {
             "enable_eplb": False,
             "ep_num_redundant_experts": 0,
         },
-        **{"elastic_ep_backend": None, "enable_lora": False, "quantization": None},
+        **{"elastic_ep_backend": None, "quantization": None},
     },
     "was not run with deltasync": {
         **{
@@ -60,6 +60,15 @@ OPTIONS: dict[str, dict[str, object]] = {
 }
 """The effect of options, and the only value of each with which a server follows."""
 
+ADAPTER_OPTIONS: dict[str, dict[str, object]] = {
+    "unloads versions of the adapter that requests may name": {"max_loaded_loras": None},
+    "was not run with an adapter's channel": {
+        **{"enable_memory_saver": False, "enable_lora_overlap_loading": False},
+        "experts_shared_outer_loras": False,
+    },
+}
+"""As `OPTIONS`, of a server that follows an adapter."""
+
 
 def check(server_args: Any) -> None:
     """Raise ConfigError for a server that would not follow its channel, or not safely."""
@@ -75,9 +84,10 @@ def check(server_args: Any) -> None:
         )
     if envs.SGLANG_RUST_SERVER.get():
         raise ConfigError("SGLang's Rust server has no routes for deltasync: leave SGLANG_RUST_SERVER out.")
-    ReplicaSettings.from_env().check_no_max_lag()
-    config = resolving_view(server_args)
-    for what, options in OPTIONS.items():
+    settings, config = ReplicaSettings.from_env(), resolving_view(server_args)
+    settings.check_no_max_lag()
+    _check_adapter(settings.adapter, config)
+    for what, options in (OPTIONS | (ADAPTER_OPTIONS if settings.adapter else {})).items():
         for name, followed in options.items():
             found = getattr(config, name)
             if found != followed and (found or followed):
@@ -85,6 +95,19 @@ def check(server_args: Any) -> None:
                     f"--{name.replace('_', '-')} {found} {what}: leave it out, or serve without "
                     "DELTASYNC_CHANNEL."
                 )
+
+
+def _check_adapter(adapter: str | None, config: Any) -> None:
+    """Raise ConfigError for a server whose LoRA does not fit what its channel holds."""
+    if adapter is None and config.enable_lora:
+        raise ConfigError(
+            "--enable-lora holds weights in copies that deltas do not reach: leave it out, or name the adapter "
+            "that the channel holds by DELTASYNC_ADAPTER."
+        )
+    if adapter is not None and not config.enable_lora:
+        raise ConfigError("DELTASYNC_ADAPTER is set, but SGLang was started without --enable-lora.")
+    if adapter is not None and adapter in (config.served_model_name, config.model_path):
+        raise ConfigError(f"The adapter cannot be named {adapter}, as the model that SGLang serves.")
 
 
 def check_model(model: Any) -> None:

@@ -14,12 +14,14 @@ from typing import Any
 
 from fastapi import FastAPI, HTTPException
 
+from deltasync.config import ReplicaSettings
 from deltasync.serve import calls
 from deltasync.serve.constraint import VersionConstraint, constraint
 from deltasync.serve.engine import number_of
 from deltasync.serve.requests import until_ready
 from deltasync.serve.routes import Routes
-from sglang_plugin import SOCKET
+from sglang_plugin import SOCKET, adapters
+from sglang_plugin.adapters import AdapterRoutes
 
 _TICK_S = 0.5
 
@@ -63,12 +65,17 @@ class SchedulerRoutes(Routes):
 
 def install(server: Any) -> None:
     """Add routes to SGLang's application, in its module `server`, before its schedulers start."""
+    adapter = ReplicaSettings.from_env().adapter
+    _hook_requests(server, _to_schedulers(server) if adapter is None else adapters.install(server))
+
+
+def _to_schedulers(server: Any) -> SchedulerRoutes:
     folder = tempfile.TemporaryDirectory(prefix="deltasync-")
     os.environ[SOCKET] = f"{folder.name}/follow"
     routes = SchedulerRoutes(server, os.environ[SOCKET])
     routes.attach(server.app)
     server.app.state.deltasync_folder = folder  # as long as the server
-    _hook_requests(server, routes)
+    return routes
 
 
 class _WrongVersion(ValueError):
@@ -88,7 +95,7 @@ def _check(wanted: VersionConstraint, output: Any, streams: bool) -> None:
             raise _WrongVersion(sentence) if streams else HTTPException(409, sentence)
 
 
-def _hook_requests(server: Any, routes: SchedulerRoutes) -> None:
+def _hook_requests(server: Any, routes: SchedulerRoutes | AdapterRoutes) -> None:
     """Hold replies to the versions that their requests demand.
 
     With `DELTASYNC_WAIT_READY` answer no request before the server was ready once, but its own: to warm

@@ -24,14 +24,14 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.signing import Signer
 from deltasync.config import ReplicaSettings
 from deltasync.following import Follow
-from deltasync.serve.engine import open_reader
+from deltasync.serve.engine import OnLoop, open_reader
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.metrics import Metrics
 from deltasync.serve.shards import EngineClient, ShardsTarget
 from deltasync.stores import Store
 from tests.channels import Made
 from vllm_plugin.endpoints import DeltaSyncEndpoints
-from vllm_plugin.pauses import OnLoop, Pauses
+from vllm_plugin.pauses import Pauses
 from vllm_plugin.versions import LiveVersions
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 

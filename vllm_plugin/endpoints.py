@@ -27,17 +27,17 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, Response
 
 from deltasync.errors import AckTimeoutError, DeltaSyncError, describe, printable, redacted
-from deltasync.following import Follow, Status
+from deltasync.following import Follow
 from deltasync.serve.constraint import VersionConstraint
-from deltasync.serve.engine import open_reader
+from deltasync.serve.engine import OnLoop, open_reader
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.metrics import Metrics
 from deltasync.serve.requests import is_loopback, until_ready
-from deltasync.serve.routes import Routes, as_json
+from deltasync.serve.routes import AdapterStatus, Routes, as_json
 from deltasync.serve.shards import ShardsTarget
 from vllm_plugin import compat, logger
 from vllm_plugin.engine import is_pushed, is_salted
-from vllm_plugin.pauses import SWITCHED, OnLoop, Pauses, open_follow
+from vllm_plugin.pauses import SWITCHED, Pauses, open_follow
 from vllm_plugin.servers import Servers
 from vllm_plugin.versions import LiveVersions, instrument, replies
 
@@ -57,11 +57,9 @@ class Reason(msgspec.Struct):
     first: str
 
 
-class ServerStatus(Status, kw_only=True):
-    """Reply of `GET /deltasync/status` (docs/operations/replica.md). `adapters` are model names that requests
-    may use, `base_models` those that get the base model without an adapter, `max_lora_rank` and
-    `lora_target_modules` what vLLM loads of adapters, `draft` says what becomes of the model that drafts tokens,
-    and `remark` what takes more work in each version than it could.
+class ServerStatus(AdapterStatus, kw_only=True):
+    """Reply of `GET /deltasync/status` (docs/operations/replica.md). `draft` says what becomes of the model that
+    drafts tokens, and `remark` what takes more work in each version than it could.
     """
 
     kv_cache: str | None = None
@@ -72,10 +70,6 @@ class ServerStatus(Status, kw_only=True):
     reloaded: list[Reason] = msgspec.field(default_factory=list)
     draft: str | None = None
     remark: str | None = None
-    adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
-    base_models: list[str] | msgspec.UnsetType = msgspec.UNSET
-    max_lora_rank: int | msgspec.UnsetType = msgspec.UNSET
-    lora_target_modules: list[str] | msgspec.UnsetType = msgspec.UNSET
     logprobs_mode: str | None = None
     max_lag: int | msgspec.UnsetType = msgspec.UNSET
 
@@ -313,10 +307,8 @@ class DeltaSyncEndpoints(Routes):
         return await getattr(self._engine if method in SWITCHED else self, method)(*args, **named)
 
     async def demand(self, wanted: VersionConstraint) -> VersionConstraint:
-        """As `Routes.demand`; an adapter's older version that is still served is as good as a live one."""
+        """As `Routes.demand`."""
         if wanted.version is not None and wanted.allows(self._live.now, self._live.now):
-            return wanted
-        if wanted.exact and wanted.version in getattr(self._follow and self._follow.target, "kept", ()):
             return wanted
         return await super().demand(wanted)
 

@@ -20,8 +20,7 @@ import asyncio
 import contextlib
 import functools
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
-from concurrent.futures import Future
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 from prometheus_client import CollectorRegistry
@@ -29,7 +28,7 @@ from prometheus_client import CollectorRegistry
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
 from deltasync.following import Follow
-from deltasync.serve.engine import Answer, around, is_safe, number_of, open_reader, parse, succeeded
+from deltasync.serve.engine import Answer, OnLoop, around, is_safe, number_of, open_reader, parse, succeeded
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.metrics import Metrics, total
 from deltasync.serve.shards import EngineClient, ShardsTarget
@@ -76,24 +75,6 @@ def open_follow(client: EngineClient, settings: ReplicaSettings, metrics: Metric
     prefetch = isinstance(reader.store, CachedStore)  # workers only have the cache in common
     beats = HeartbeatWriter(reader.store)
     return Follow(reader, target, settings, observer=metrics, prefetch=prefetch, heartbeats=beats, log=logger)
-
-
-class OnLoop:
-    """Runs coroutines on an event loop of another thread, one at a time."""
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
-        self._running: Future[Any] | None = None
-
-    def __call__(self, work: Coroutine[Any, Any, _Result]) -> _Result:
-        """Run a coroutine and return its result."""
-        self._running = asyncio.run_coroutine_threadsafe(work, self._loop)
-        return self._running.result()
-
-    def cancel(self) -> None:
-        """Cancel what is running."""
-        if self._running is not None:
-            self._running.cancel()
 
 
 class Pauses(EngineClient):

@@ -31,6 +31,7 @@ __all__ = [
     "Names",
     "Part",
     "WithDraft",
+    "adapters",
     "audited",
     "calls",
     "constraint",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 from urllib.parse import parse_qsl, unquote_to_bytes
@@ -215,11 +215,7 @@ def require_version(
             ):
                 return await _close(receive, send)
             return await app(scope, receive, send)
-        messages = [message async for message in _body(receive)]
-
-        async def receive_again() -> Message:
-            return messages.pop(0) if messages else await receive()
-
+        messages = [message async for message in body_messages(receive)]
         try:
             given = headers, query, b"".join(message.get("body", b"") for message in messages)
             if ends_requests():
@@ -243,18 +239,28 @@ def require_version(
                     send, 409, f"Version {wanted} was asked for, and this server does not answer."
                 )
         constraint.set(wanted)
-        await app(scope, receive_again, send)
+        await app(scope, replay(messages, receive), send)
 
     return call
 
 
-async def _body(receive: Receive) -> AsyncIterator[Message]:
+async def body_messages(receive: Receive) -> AsyncIterator[Message]:
     """Yield the messages of a request's body."""
     while True:
         message = await receive()
         yield message
         if message["type"] != "http.request" or not message.get("more_body", False):
             return
+
+
+def replay(messages: Sequence[Message], receive: Receive) -> Receive:
+    """Return what receives these messages first."""
+    left = [*messages]
+
+    async def receive_again() -> Message:
+        return left.pop(0) if left else await receive()
+
+    return receive_again
 
 
 async def _close(receive: Receive, send: Send) -> None:

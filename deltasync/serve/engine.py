@@ -4,10 +4,12 @@ send others.
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import msgspec
@@ -98,6 +100,24 @@ def number_of(name: str) -> int | None:
     """
     number = name.partition("-")[0]
     return int(number) if number.isdecimal() else None
+
+
+class OnLoop:
+    """Runs coroutines on an event loop of another thread, one at a time."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._running: Future[Any] | None = None
+
+    def __call__(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Run a coroutine and return its result."""
+        self._running = asyncio.run_coroutine_threadsafe(work, self._loop)
+        return self._running.result()
+
+    def cancel(self) -> None:
+        """Cancel what is running."""
+        if self._running is not None:
+            self._running.cancel()
 
 
 class ParameterAddresses:

@@ -30,8 +30,8 @@ from fastapi.responses import Response
 
 from deltasync import limits
 from deltasync.config import ReplicaSettings, parse_pin, pin_text
-from deltasync.errors import ApplyError, ConfigError, DeltaSyncError, MissingVersionError
-from deltasync.following import Follow
+from deltasync.errors import ApplyError, ConfigError, DeltaSyncError, MissingVersionError, describe
+from deltasync.following import Follow, Status
 from deltasync.serve import calls
 from deltasync.serve.constraint import VersionConstraint, require_version, wait, wait_until_met
 from deltasync.serve.engine import Failure, parse
@@ -44,6 +44,21 @@ _T = TypeVar("_T")
 def as_json(document: Any, status_code: int = 200, headers: dict[str, str] | None = None) -> Response:
     """Return a response with a document."""
     return Response(msgspec.json.encode(document), status_code, headers, "application/json")
+
+
+class AdapterStatus(Status, kw_only=True):
+    """The status of a server with an adapter. `adapters` are model names that requests may use, `base_models`
+    those that get the base model without an adapter, `max_lora_rank` and `lora_target_modules` what the engine
+    loads of adapters.
+    """
+
+    adapters: list[str] | msgspec.UnsetType = msgspec.UNSET
+    base_models: list[str] | msgspec.UnsetType = msgspec.UNSET
+    max_lora_rank: int | msgspec.UnsetType = msgspec.UNSET
+    lora_target_modules: list[str] | msgspec.UnsetType = msgspec.UNSET
+
+
+describe(AdapterStatus)
 
 
 class Routes:
@@ -222,7 +237,11 @@ class Routes:
         return (await wait_until_met(self.follow(), VersionConstraint(version, exact, timeout_s))).version
 
     async def demand(self, wanted: VersionConstraint) -> VersionConstraint:
-        """Wait for a version that a request demands, as `constraint.require_version` has it. Raises AckTimeoutError."""
+        """Wait for a version that a request demands, as `constraint.require_version` has it; an adapter's older
+        one that is still served is as good as the live one. Raises AckTimeoutError.
+        """
+        if wanted.exact and wanted.version in getattr(self._follow and self._follow.target, "kept", ()):
+            return wanted
         return msgspec.structs.replace(
             wanted, version=await self.call("reach", *msgspec.structs.astuple(wanted))
         )

@@ -232,8 +232,9 @@ class TestVllm(TargetContract):
     @pytest.fixture
     def bench(self, memory_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Bench]:
         pytest.importorskip("vllm")
+        from deltasync.serve.engine import OnLoop
         from tests import driving
-        from vllm_plugin.pauses import OnLoop, Pauses
+        from vllm_plugin.pauses import Pauses
         from vllm_plugin.versions import LiveVersions
 
         monkeypatch.setattr(
@@ -297,9 +298,9 @@ class TestAdapter(TargetContract):
     @pytest.fixture
     def bench(self, memory_url: str) -> Iterator[Bench]:
         pytest.importorskip("vllm")
+        from deltasync.serve.engine import OnLoop
         from tests.unit.test_adapters import VLLM
         from vllm_plugin.adapters import AdapterTarget
-        from vllm_plugin.pauses import OnLoop
 
         class Adapter(Looping):
             vllm: Any = None

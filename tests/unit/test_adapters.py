@@ -259,7 +259,7 @@ def test_versions_in_use_stay_by_last_use_and_other_names_are_refused(memory_url
         assert [demand(version) for version in (1, 5, 11)] == [1, 5, 11]
         assert demand(4) == 11  # which the reply's own check refuses
         assert sorted(listed()) == sorted(["model", "policy", *(f"policy-v{version}" for version in kept)])
-        assert bench.target.served == [f"policy-v{version}" for version in kept]
+        assert bench.target.names.served == [f"policy-v{version}" for version in kept]
         for version in (2, 3, 4, 99):
             refused = look_up(f"policy-v{version}").refused
             assert refused is not None
@@ -282,10 +282,10 @@ def test_a_request_ends_at_the_version_that_makes_its_own_too_old(memory_url: st
 
         def add(request_id: str, name: str, lag: int | None) -> None:
             token = max_lag.set(lag)
-            assert name == "model" or name in bench.vllm.lora_requests
-            bench.loop.run_until_complete(
-                bench.vllm.add_request(request_id, lora_request=bench.vllm.lora_requests.get(name))
-            )
+            adapters = bench.vllm.lora_requests
+            assert (name in adapters) is (name != "model")
+            lora = None if name == "model" else adapters[name]
+            bench.loop.run_until_complete(bench.vllm.add_request(request_id, lora_request=lora))
             max_lag.reset(token)
 
         def running() -> set[str]:
@@ -302,9 +302,9 @@ def test_a_request_ends_at_the_version_that_makes_its_own_too_old(memory_url: st
         assert running() == {"none", "base", "one", "named"}
         publish()
         assert running() == {"none", "base"}
-        newest = bench.vllm.lora_requests["policy"]
-        bench.vllm.while_added = lambda: bench.vllm.lora_requests.update(policy=newest)
-        bench.vllm.lora_requests["policy"] = bench.vllm.lora_requests["policy-v2"]
+        names = bench.target.names
+        bench.vllm.while_added = lambda: names.serve("policy-v3")
+        names.serve("policy-v2")
         add("late", "policy", 0)  # version 3 comes while it is added
         assert running() == {"none", "base"}
 

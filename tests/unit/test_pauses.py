@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from deltasync.errors import ConfigError, NotPublishedError, SleepingError, StageError
-from deltasync.serve.engine import answer
+from deltasync.serve.engine import OnLoop, answer
 from vllm_plugin.engine import exchange_here
-from vllm_plugin.pauses import OnLoop, Pauses
+from vllm_plugin.pauses import Pauses
 from vllm_plugin.versions import LiveVersions
 
 
