@@ -104,10 +104,11 @@ def _check_adapter(adapter: str | None, config: Any) -> None:
             "--enable-lora holds weights in copies that deltas do not reach: leave it out, or name the adapter "
             "that the channel holds by DELTASYNC_ADAPTER."
         )
-    if adapter is not None and not config.enable_lora:
-        raise ConfigError("DELTASYNC_ADAPTER is set, but SGLang was started without --enable-lora.")
-    if adapter is not None and adapter in (config.served_model_name, config.model_path):
-        raise ConfigError(f"The adapter cannot be named {adapter}, as the model that SGLang serves.")
+    if adapter is not None:
+        raise ConfigError(
+            "DELTASYNC_ADAPTER: deltasync was not run with SGLang's LoRA: serve the adapter by vLLM, or its merged "
+            "weights by SGLang."
+        )
 
 
 def check_model(model: Any) -> None:
