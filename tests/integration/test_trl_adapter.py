@@ -19,7 +19,13 @@ from demo import task
 from tests.integration import vllm_server
 from tests.integration.async_trainers import make_async_trainer, share_of_digits
 from tests.integration.expected_tokens import NEARLY, PROMPT
-from tests.integration.test_trl_server import async_options, grpo_config, rewards_of
+from tests.integration.test_trl_server import (
+    async_options,
+    ended_and_continued,
+    grpo_config,
+    long_answers,
+    rewards_of,
+)
 from tests.integration.trainers import adapter_bits
 from tests.integration.vllm_server import Server
 from trl_callback import DeltaSyncCallback
@@ -126,6 +132,8 @@ def train_async(
     sync: DeltaSyncCallback,
     *callbacks: TrainerCallback,
     steps: int = STEPS,
+    max_lag: int = 2,
+    **settings: Any,
 ) -> list[float]:
     """The rewards of these steps of an adapter."""
     trainer = make_async_trainer(
@@ -137,14 +145,12 @@ def train_async(
         callbacks=callbacks,
         peft_config=copy.deepcopy(LORA),  # PEFT notes the base in it
         output_dir=str(folder),
-        **async_options(server),
-        max_steps=steps,
-        learning_rate=2e-3,
+        **async_options(server) | {"max_steps": steps, "learning_rate": 2e-3} | settings,
     )
     trainer.train()
     logs = [line for line in trainer.state.log_history if "reward" in line]
     assert all(line["delta_sync/unversioned_token_fraction"] == 0 for line in logs)
-    assert all(line["delta_sync/token_lag_max"] <= 2 + 1 for line in logs)
+    assert all(line["delta_sync/token_lag_max"] <= max_lag + 1 for line in logs)
     return rewards_of(trainer, sync)
 
 
@@ -176,6 +182,19 @@ def test_async_grpo_learns_by_its_adapter_as_by_merged_weights(
     for rewards in (alone, merged):
         assert statistics.fmean(rewards[-5:]) > statistics.fmean(rewards[:5]) + 0.2, rewards
     assert abs(statistics.fmean(alone[-5:]) - statistics.fmean(merged[-5:])) < 0.2, (alone, merged)
+
+
+def test_async_grpo_continues_answers_that_grew_old_with_its_newer_adapter(
+    server: Server, checkpoint: Path, tmp_path: Path
+) -> None:
+    sync = DeltaSyncCallback(
+        server.channel, adapter_only=True, resume=True, ack_timeout_s=120, max_token_lag=1
+    )
+    bits = AdapterBits(server, sync, checkpoint, tmp_path / "adapter", compared=(20,))
+    with ended_and_continued(server, 1):
+        train_async(server, checkpoint, tmp_path / "out", sync, bits, max_lag=1, **long_answers(server))
+    assert len(bits.expected) == 20
+    assert bits.apart[0][0] < NEARLY, bits.apart
 
 
 @pytest.mark.parametrize("kind", ["GRPO", "RLOO"])

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from datasets import Dataset
 from transformers import TrainerCallback
@@ -28,6 +29,7 @@ from tests.integration.test_examples import run_example
 from tests.integration.trainers import merged_bits
 from tests.integration.vllm_server import Server
 from trl_callback import DeltaSyncCallback, gather
+from trl_callback.tokens import UNKNOWN, TokenAges
 
 pytestmark = [
     pytest.mark.vllm,
@@ -285,9 +287,9 @@ def prefixes_found(server: Server) -> Iterator[None]:
     assert found > queried / 2, (found, queried)
 
 
-def counter(server: Server, name: str) -> float:
+def counter(server: Server, name: str, of: str = "vllm:") -> float:
     with server.open("/metrics") as reply:
-        value = re.search(rf"^vllm:{name}_total{{.*}} (.*)$", reply.read().decode(), re.MULTILINE)
+        value = re.search(rf"^{of}{name}_total(?:{{.*}})? (.*)$", reply.read().decode(), re.MULTILINE)
     assert value is not None
     return float(value[1])
 
@@ -362,6 +364,34 @@ def test_async_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> Non
     assert all(
         line["sample/staleness_max"] <= 2 and line["delta_sync/token_lag_max"] <= 2 + 1 for line in logs
     )
+
+
+@contextlib.contextmanager
+def ended_and_continued(server: Server, max_lag: int) -> Iterator[None]:
+    """The server ends requests at this lag, others continue their answers, and no older token is trained."""
+    admit, before = TokenAges.admit, counter(server, "ended_choices", "deltasync_")
+    oldest, spread = list[int](), list[int]()
+
+    def admitted(ages: TokenAges, sample: Any) -> bool:
+        kept, versions = admit(ages, sample), sample.metrics.versions
+        trained = np.asarray(sample.completion_mask, dtype=bool)
+        oldest.append(max(ages._lags_of(versions[trained]), default=0))
+        spread.append(int(np.ptp(versions[versions != UNKNOWN])))
+        return kept
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TokenAges, "admit", admitted)
+        yield
+    continued = sum(versions > max_lag for versions in spread)  # a request has no tokens that far apart
+    assert 0 < continued <= counter(server, "ended_choices", "deltasync_") - before
+    assert max(oldest) <= max_lag
+
+
+def long_answers(server: Server) -> dict[str, Any]:
+    """Twenty steps, of which each takes two of the eight answers that the server generates at once."""
+    sizes = {"num_generations": 2, "per_device_train_batch_size": 2, "queue_maxsize": 2}
+    lengths = {"max_inflight_tasks": 8, "max_completion_length": 64, "max_steps": 20}
+    return async_options(server) | sizes | lengths
 
 
 def test_grpo_by_the_callback_alone(server: Server, tmp_path: Path) -> None:
