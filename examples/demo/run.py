@@ -147,10 +147,14 @@ def _require_packages() -> None:
 
 
 def free_port() -> int:
-    """Return a TCP port on `HOST` that nothing uses at the moment."""
-    with socket.socket() as probe:
-        probe.bind((HOST, 0))
-        return probe.getsockname()[1]
+    """Return a TCP port on `HOST` that nothing uses at the moment, from below those that systems give to
+    outgoing connections: one of them may not take it before a server does.
+    """
+    while True:
+        port = 10_000 + secrets.randbelow(20_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind((HOST, port))
+            return port
 
 
 def fresh(out: Path) -> Path:

@@ -84,6 +84,6 @@ def test_the_hub_with_a_private_authority(
             watch = open_store("hf://buckets/user/private/run").watch("a/", lambda _: event.set())
             assert watch is not None
             with contextlib.closing(watch):
-                assert event.wait(10)
+                assert event.wait(60)
         finally:
             huggingface_hub.close_session()

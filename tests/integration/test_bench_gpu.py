@@ -44,7 +44,7 @@ def test_all_of_it_at_a_small_size(tmp_path: Path) -> None:
     }
     command = [sys.executable, "-c", code]
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=900, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)["result"]

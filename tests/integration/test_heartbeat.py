@@ -360,7 +360,7 @@ def test_a_transient_error_is_tried_again(store: Store) -> None:
     faulty = FaultyStore(store)
     beat(store, "replica", 2)
     fault = faulty.fail_at("read", "replicas/", times=2, error=TransientStoreError)
-    assert wait(faulty, 2, timeout_s=20) == ["replica"]
+    assert wait(faulty, 2, timeout_s=60) == ["replica"]
     assert fault.hits == 2
 
 

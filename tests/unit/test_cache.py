@@ -21,6 +21,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, CorruptDataError, ObjectMissingError, TransientStoreError
 from deltasync.stores import Store, cache
 from deltasync.stores.cache import CachedStore, behind_cache
+from tests.builders import PATIENCE_S
 from tests.contract.store_contract import DecidingContract, StoreContract
 from tests.faults import FaultyStore, flipped, truncated
 
@@ -179,12 +180,12 @@ class TestTogether:
         gate = inner.hold_at("read", "a")
         with ThreadPoolExecutor(9) as pool:
             same = [pool.submit(ask, CachedStore(inner, directory, MB), "a", b"one") for _ in range(8)]
-            gate.entered.wait(10)
+            assert gate.entered.wait(PATIENCE_S)
             other = pool.submit(ask, CachedStore(inner, directory, MB), "b", b"two")
-            assert other.result(10) == b"two"  # does not wait for the others
+            assert other.result(PATIENCE_S) == b"two"  # does not wait for the others
             assert not any(future.done() for future in same)
             gate.opened.set()
-            assert [future.result(10) for future in same] == [b"one"] * 8
+            assert [future.result(PATIENCE_S) for future in same] == [b"one"] * 8
         assert sorted(downloads(inner)) == ["a", "b"]
 
     def test_when_a_download_fails_the_next_one_tries(self, inner: FaultyStore, directory: Path) -> None:
@@ -193,9 +194,9 @@ class TestTogether:
         fault = inner.fail_at("read", "a")
         with ThreadPoolExecutor(4) as pool:
             futures = [pool.submit(ask, CachedStore(inner, directory, MB), "a", b"one") for _ in range(4)]
-            gate.entered.wait(10)
+            assert gate.entered.wait(PATIENCE_S)
             gate.opened.set()
-            failed = [future for future in futures if future.exception(10) is not None]
+            failed = [future for future in futures if future.exception(PATIENCE_S) is not None]
         assert fault.hits == len(failed) == 1
         assert len(downloads(inner)) == 2
 
