@@ -160,6 +160,11 @@ def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return a tensor's dimensions as memory has them, from the largest stride on."""
+    return sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
+
+
 def draft(runner: Any) -> tuple[torch.nn.Module | None, bool]:
     """Return the draft model of either of vLLM's model runners, and whether the model's own checkpoint has
     it.

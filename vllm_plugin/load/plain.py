@@ -21,14 +21,15 @@ from deltasync.kernels import native
 from deltasync.live import Segment
 from deltasync.serve import load_plan
 from deltasync.tensors import Delta
-from deltasync.tensors.bits import bits_of, signed_view, spec_of
+from deltasync.tensors.bits import bits_of, spec_of
 from deltasync.tensors.fingerprint import MASK, tensor_key
 from vllm_plugin import logger
-from vllm_plugin.load.layers import restore, tensors_of
+from vllm_plugin.load.layers import memory_order, restore, tensors_of
 
-Quantize = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Returns the quantized elements and the scales of their groups, from the elements and the largest magnitudes
-of their groups; all of shape [N]."""
+Quantize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+"""Returns the quantized elements, [N], and the scales of groups, [G], from the elements, the largest magnitudes of
+the groups, and the group of each element.
+"""
 
 _AT_ONCE = 1 << 20
 
@@ -38,21 +39,27 @@ quantized as a whole.
 """
 
 
-def _channels(value_N: torch.Tensor, most_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _channels(
+    value_N: torch.Tensor, most_G: torch.Tensor, group_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     from vllm.model_executor.layers.quantization.online import fp8
 
-    # a row for each, because vLLM's function divides by the number of columns
-    scale_N1 = fp8._fp8_channel_scale(most_N[:, None])
-    return fp8._fp8_quant_per_channel(value_N[:, None], scale_N1)[:, 0], scale_N1[:, 0]
+    scale_G1 = fp8._fp8_channel_scale(most_G[:, None])
+    # a row for each element, because vLLM's function divides by the number of columns
+    made_N1 = fp8._fp8_quant_per_channel(value_N[:, None], scale_G1.index_select(0, group_N))
+    return made_N1[:, 0], scale_G1[:, 0]
 
 
-def _blocks(value_N: torch.Tensor, most_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _blocks(
+    value_N: torch.Tensor, most_G: torch.Tensor, group_N: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize each element as one of two in a block, beside the largest one."""
     from vllm.utils.deep_gemm import per_block_cast_to_fp8
 
     cast = inspect.unwrap(per_block_cast_to_fp8)  # it is compiled, which takes seconds
-    made_N2, scale_N1 = cast(torch.stack([value_N, most_N], 1), block_size=[1, 2])
-    return made_N2[:, 0].contiguous(), scale_N1[:, 0]
+    made_N2, _ = cast(torch.stack([value_N, most_G.index_select(0, group_N)], 1), block_size=[1, 2])
+    _, scale_G1 = cast(most_G[:, None], block_size=[1, 1])
+    return made_N2[:, 0].contiguous(), scale_G1[:, 0]
 
 
 def _quantizer(layer: Any) -> tuple[Quantize, tuple[int, int]] | None:
@@ -75,12 +82,6 @@ def _quantizer(layer: Any) -> tuple[Quantize, tuple[int, int]] | None:
 _METHODS = "vllm.model_executor.layers.quantization.online.fp8."
 
 
-def _row_column(at_N: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `np.divmod`, which takes five times as long."""
-    row_N = at_N // width
-    return row_N, at_N - row_N * width
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class WeightPart:
     """A part of a mirrored tensor: a matrix that is a part of the layer's weight, as it was loaded.
@@ -101,22 +102,24 @@ class WeightPart:
     rows: int
     columns: int
 
-    def to_weight(self, at_N: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return which of these elements of the tensor are in the part, and where those are in the weight,
-        whose rows have `width` elements.
+    def matrix(self) -> np.ndarray:
+        """Return a view of its bits; [rows, columns]."""
+        size, step = (self.rows, self.columns), self.bits_N.itemsize
+        strides = (self.stride * step, step)
+        return np.lib.stride_tricks.as_strided(self.bits_N[self.first :], size, strides, writeable=False)
+
+    def to_weight(self, at_K: np.ndarray, width: int) -> tuple[slice | np.ndarray, np.ndarray]:
+        """Return which of these elements of the tensor, which ascend, are in the part, and where those are in the
+        weight, whose rows have `width` elements.
         """
-        return self._moved(at_N, self.first, self.stride, self.place, width)
-
-    def from_weight(self, at_N: np.ndarray, width: int) -> tuple[np.ndarray, np.ndarray]:
-        """As `to_weight`, from elements of the weight to those of the tensor."""
-        return self._moved(at_N, self.place, width, self.first, self.stride)
-
-    def _moved(
-        self, at_N: np.ndarray, first: int, stride: int, to: int, other: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        row_N, column_N = _row_column(at_N - first, stride)
-        is_in_N = (row_N >= 0) & (row_N < self.rows) & (column_N < self.columns)
-        return is_in_N, (to + row_N * other + column_N)[is_in_N]
+        if self.columns == self.stride == width:
+            low, high = np.searchsorted(at_K, (self.first, self.first + self.rows * width))
+            return slice(low, high), at_K[low:high] + (self.place - self.first)
+        at_K = at_K - self.first
+        row_K = at_K // self.stride  # `np.divmod` takes five times as long as this and a product
+        column_K = at_K - row_K * self.stride
+        is_in_K = (row_K >= 0) & (row_K < self.rows) & (column_K < self.columns)
+        return is_in_K, (self.place + row_K * width + column_K)[is_in_K]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class ElementChanges:
     def between(cls, at_N: np.ndarray, old_N: np.ndarray, new_N: np.ndarray) -> ElementChanges:
         """Return those of elements that differ, in ascending order."""
         differs = np.flatnonzero(old_N != new_N)
-        order = differs[np.argsort(at_N[differs])]
+        order = differs[np.argsort(at_N[differs], kind="stable")]  # merges what ascends
         return cls(at_N[order], old_N[order], new_N[order])
 
     def after(self, name: str, before: int) -> int:
@@ -165,14 +168,15 @@ class PlainLayer:
         quantize: Quantize,
         group: tuple[int, int],
     ) -> None:
-        self.names, (self._weight, self._scale) = tuple(held), held.values()
+        self.names = tuple(held)
+        # vLLM's kernels for FP8 take the weight transposed; memory has it as it was loaded
+        self._weight, self._scale = (each.permute(memory_order(each)) for each in held.values())
         self._rows, self._columns = loaded.shape
         self._dtype, self._parts, self._quantize = loaded.dtype, parts, quantize
+        self._matrices = [part.matrix() for part in parts]
         self._group = group
         down, self._across = (-(-size // step) for size, step in zip(loaded.shape, group, strict=True))
         self._count = down * self._across
-        # vLLM's kernels for FP8 take the weight transposed; contiguous memory is not
-        self._is_transposed = self._weight.shape != loaded.shape or not self._weight.is_contiguous()
         infinite_1 = bits_of(torch.full((1,), torch.inf, dtype=loaded.dtype, device="cpu"))
         self._bits, self._infinite = infinite_1.dtype, int(infinite_1[0])
         self._sign = self._bits.type(1 << (8 * self._bits.itemsize - 1))
@@ -186,23 +190,24 @@ class PlainLayer:
         """
         self.most_G, self.has_failed = None, True
         rows, columns = self._group
-        live = self._weight.t() if self._is_transposed else self._weight
-        live_N, scale_G = (bits_of(each.detach().cpu()) for each in (live, self._scale))
-        if (live_N.size, scale_G.size) != (self._rows * self._columns, self._count):
+        if self._weight.shape != (self._rows, self._columns) or self._scale.numel() != self._count:
             return False
+        live_N, scale_G = (bits_of(each.detach().cpu()) for each in (self._weight, self._scale))
         live_RC, found = live_N.reshape(self._rows, self._columns), [np.empty(0, self._bits)]
         at_once = max(1, _AT_ONCE // (self._columns * rows)) * rows
         for first in range(0, self._rows, at_once):
-            here = slice(first, first + at_once)
-            bits_RC = self._rows_of(here)
+            here = slice(first, min(first + at_once, self._rows))
+            bits_RC = self._rows_of(np.arange(here.start, here.stop))
             most = self._magnitude(bits_RC)
             for axis, size in enumerate(self._group):
                 most = np.maximum.reduceat(most, np.arange(0, most.shape[axis], size), axis)
-            most_RC = most.repeat(rows, 0)[: len(bits_RC)].repeat(columns, 1)[:, : self._columns]
-            made_N, most_T = self._made(bits_RC.reshape(-1), most_RC.reshape(-1)), most.reshape(-1)
+            most_T = most.reshape(-1)
+            group = np.arange(most_T.size).reshape(most.shape)
+            group_RC = group.repeat(rows, 0)[: len(bits_RC)].repeat(columns, 1)[:, : self._columns]
+            made_N, scale_T = self._made(bits_RC.reshape(-1), most_T, group_RC.reshape(-1))
             begin = sum(map(len, found))
             is_same = np.array_equal(live_RC[here].reshape(-1), made_N) and np.array_equal(
-                scale_G[begin : begin + most_T.size], self._scales(most_T)
+                scale_G[begin : begin + most_T.size], scale_T
             )
             if not is_same or (most_T >= self._infinite).any():
                 return False
@@ -210,21 +215,13 @@ class PlainLayer:
         self.most_G, self.has_failed = np.concatenate(found), False
         return True
 
-    def _rows_of(self, here: slice) -> np.ndarray:
+    def _rows_of(self, row_R: np.ndarray) -> np.ndarray:
         """Return bits of rows of the weight, as it would be loaded from the mirror; [R, C]."""
-        first, last = here.start, min(here.stop, self._rows)
-        bits_RC = np.empty((last - first, self._columns), self._bits)
-        for part in self._parts:
+        bits_RC = np.empty((row_R.size, self._columns), self._bits)
+        for part, matrix in zip(self._parts, self._matrices, strict=True):
             row, column = divmod(part.place, self._columns)
-            low, high = max(first, row), min(last, row + part.rows)
-            if low < high:
-                size, stride = (high - low, part.columns), (part.stride, 1)
-                source = signed_view(part.bits_N).as_strided(
-                    size, stride, part.first + (low - row) * part.stride
-                )
-                bits_RC[low - first : high - first, column : column + part.columns] = bits_of(source).reshape(
-                    size
-                )
+            here = np.flatnonzero((row_R >= row) & (row_R < row + part.rows))
+            bits_RC[here, column : column + part.columns] = matrix[row_R[here] - row]
         return bits_RC
 
     def stage(self, delta: Delta) -> tuple[dict[str, ElementChanges], np.ndarray] | None:
@@ -239,88 +236,76 @@ class PlainLayer:
         group_N, size_N = self._groups(at_N), self._magnitude(new_N)
         if (size_N >= self._infinite).any():
             return None
-        may_move_N = (self._magnitude(old_N) == self.most_G[group_N]) | (size_N > self.most_G[group_N])
+        most_N = self.most_G.take(group_N)
         is_whole_G = np.zeros(self._count, bool)
-        is_whole_G[group_N[may_move_N]] = True
-        group_T, is_whole_N = np.flatnonzero(is_whole_G), is_whole_G[group_N]
+        is_whole_G[group_N[(self._magnitude(old_N) == most_N) | (size_N > most_N)]] = True
+        group_T = np.flatnonzero(is_whole_G).astype(group_N.dtype)
         if group_T.size * self._group[0] * self._group[1] > self._few:
             return None
-        at_E, group_E = self._elements(group_T)
-        old_E = self._read(at_E)
-        new_E, order_E = old_E.copy(), np.argsort(at_E, kind="stable")
-        new_E[order_E[np.searchsorted(at_E, at_N[is_whole_N], sorter=order_E)]] = new_N[is_whole_N]
-        most_G = self.most_G.copy()
-        most_G[group_T] = self._largest(new_E, group_E)
-        pairs = (at_N, at_E), (old_N, old_E), (new_N, new_E), (group_N, group_E)
-        at_N, old_N, new_N, group_N = (np.concatenate([each[~is_whole_N], more]) for each, more in pairs)
-        weight = ElementChanges.between(
-            self._live(at_N), self._made(old_N, self.most_G[group_N]), self._made(new_N, most_G[group_N])
-        )
-        scale = ElementChanges.between(
-            group_T, self._scales(self.most_G[group_T]), self._scales(most_G[group_T])
-        )
+        at_E, bits_E, group_T, size_T = self._elements(group_T)
+        whole, order_E = np.flatnonzero(is_whole_G.take(group_N)), np.argsort(at_E, kind="stable")
+        changed = order_E[np.searchsorted(at_E, at_N[whole], sorter=order_E)]
+        new_E, most_G = bits_E.copy(), self.most_G.copy()
+        new_E[changed] = new_N[whole]
+        most_G[group_T] = np.maximum.reduceat(self._magnitude(new_E), np.cumsum(size_T) - size_T)
+        at_N, group_N = np.concatenate([at_N, at_E]), np.concatenate([group_N, group_T.repeat(size_T)])
+        before_N, before_G = self._made(np.concatenate([old_N, bits_E]), self.most_G, group_N)
+        after_N, after_G = self._made(np.concatenate([new_N, bits_E]), most_G, group_N)
+        again = changed + old_N.size  # they are among the first too
+        after_N[again] = before_N[again]
+        weight = ElementChanges.between(at_N, before_N, after_N)
+        scale = ElementChanges.between(np.arange(self._count), before_G, after_G)
         return dict(zip(self.names, (weight, scale), strict=True)), most_G
 
     def _changed(self, delta: Delta) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return where a version changes the weight, as it was loaded, and the bits before and after."""
-        found = [(np.empty(0, np.int64), np.empty(0, self._bits), np.empty(0, self._bits))]
+        found = [(np.empty(0, np.int32), np.empty(0, self._bits), np.empty(0, self._bits))]
         for part in self._parts:
             at_K, step_K = delta.of(part.name)
-            is_in_K, to_N = part.to_weight(at_K.astype(np.int64), self._columns)
-            old_N = part.bits_N[at_K[is_in_K]]
+            is_in_K, to_N = part.to_weight(at_K, self._columns)
+            old_N = part.bits_N.take(at_K[is_in_K])
             found.append((to_N, old_N, old_N + step_K[is_in_K]))
         at_N, old_N, new_N = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
         return at_N, old_N, new_N
 
-    def _elements(self, group_T: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return all elements of groups in the weight, as it was loaded, and the group of each; in the order of
-        the groups.
+    def _elements(self, group_T: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return where all elements of groups are in the weight, as it was loaded, and their bits, group by group;
+        and the groups in this order, with how many each has.
         """
-        down_T, across_T = np.divmod(group_T, self._across)
-        row_TR = down_T[:, None] * self._group[0] + np.arange(self._group[0])
-        column_TC = across_T[:, None] * self._group[1] + np.arange(self._group[1])
-        is_in = (row_TR < self._rows)[:, :, None] & (column_TC < self._columns)[:, None, :]
-        at = row_TR[:, :, None] * self._columns + column_TC[:, None, :]
-        return at[is_in], np.broadcast_to(group_T[:, None, None], at.shape)[is_in]
-
-    def _read(self, at_N: np.ndarray) -> np.ndarray:
-        """Return bits of the weight, as it would be loaded from the mirror."""
-        bits_N = np.empty(at_N.size, self._bits)
-        for part in self._parts:
-            is_in_N, from_N = part.from_weight(at_N, self._columns)
-            bits_N[is_in_N] = part.bits_N[from_N]
-        return bits_N
+        index, (rows, columns) = group_T.dtype, self._group
+        found = [(group_T[:0], np.empty(0, self._bits), group_T[:0], group_T[:0])]
+        for across in np.unique(group_T % self._across).tolist():
+            group_D = group_T[group_T % self._across == across]
+            row_DR = np.add.outer(group_D // self._across * rows, np.arange(rows, dtype=index))
+            row_R, column = row_DR[row_DR < self._rows], across * columns
+            bits_RC = self._rows_of(row_R)[:, column : column + columns]
+            width = bits_RC.shape[1]
+            at_RC = np.add.outer(row_R * self._columns, np.arange(column, column + width, dtype=index))
+            size_D = (row_DR < self._rows).sum(1) * width
+            found.append((at_RC.reshape(-1), bits_RC.reshape(-1), group_D, size_D))
+        at_E, bits_E, group_T, size_T = (np.concatenate(arrays) for arrays in zip(*found, strict=True))
+        return at_E, bits_E, group_T, size_T
 
     def _groups(self, at_N: np.ndarray) -> np.ndarray:
-        row_N, column_N = _row_column(at_N, self._columns)
-        group_N: np.ndarray = row_N // self._group[0] * self._across + column_N // self._group[1]
+        row_N = at_N // self._columns
+        group_N: np.ndarray = row_N // self._group[0]
+        if self._across > 1:
+            group_N = group_N * self._across + (at_N - row_N * self._columns) // self._group[1]
         return group_N
-
-    def _live(self, at_N: np.ndarray) -> np.ndarray:
-        """Return the flat indices in live memory's weight of elements of the weight, as it was loaded."""
-        if not self._is_transposed:
-            return at_N
-        row_N, column_N = _row_column(at_N, self._columns)
-        index_N: np.ndarray = column_N * self._rows + row_N
-        return index_N
 
     def _magnitude(self, bits_N: np.ndarray) -> np.ndarray:
         """Return bits without signs, which have the order of magnitudes; those of NaN come last."""
         found: np.ndarray = bits_N & ~self._sign
         return found
 
-    def _largest(self, bits_E: np.ndarray, group_E: np.ndarray) -> np.ndarray:
-        """Return the largest magnitude of each group, whose elements follow each other."""
-        first_T = np.flatnonzero(np.diff(group_E, prepend=-1))
-        most_T: np.ndarray = np.maximum.reduceat(self._magnitude(bits_E), first_T)
-        return most_T
-
-    def _made(self, bits_N: np.ndarray, most_N: np.ndarray) -> np.ndarray:
-        """Return the bits of quantized elements."""
-        return bits_of(self._quantize(self._values(bits_N), self._values(most_N))[0])
-
-    def _scales(self, most_T: np.ndarray) -> np.ndarray:
-        return bits_of(self._quantize(self._values(most_T), self._values(most_T))[1].contiguous())
+    def _made(
+        self, bits_N: np.ndarray, most_G: np.ndarray, group_N: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the bits of quantized elements, and of the scales of all these groups."""
+        groups = torch.from_numpy(group_N)
+        made = self._quantize(self._values(bits_N), self._values(most_G), groups)
+        made_N, scale_G = (bits_of(each.contiguous()) for each in made)
+        return made_N, scale_G
 
     def _values(self, bits_N: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(bits_N.view(f"i{bits_N.itemsize}")).view(self._dtype)

@@ -31,6 +31,7 @@ from vllm_plugin.load.layers import (
     alone,
     closed_over,
     is_part,
+    memory_order,
     parts,
     prepare_reload,
     tensors_of,
@@ -264,9 +265,9 @@ class Twins:
         for name, tensor in self._named(made):
             if self._owners[name] != name:
                 continue
-            segment = Segment.whole(tensor)
-            specs[name] = TensorSpec(name, dtype_name(segment.live.dtype), tuple(tensor.shape))
-            segments[name] = [segment]
+            in_order = tensor.permute(memory_order(tensor))
+            segments[name] = [Segment.whole(in_order)]
+            specs[name] = TensorSpec(name, dtype_name(segments[name][0].live.dtype), tuple(in_order.shape))
         self._specs, self._layout = specs, Layout(specs)
         self._plain = {
             layer: each
@@ -359,7 +360,8 @@ class Twins:
                 yield name, bits_N, native.fingerprint(tensor_key(name), bits_N)
 
     def _made(self, layers: Set[torch.nn.Module], weights: Weights) -> dict[str, np.ndarray]:
-        """Return the bits of the tensors that twins of a group make, on the host, by their names in live memory.
+        """Return the bits of the tensors that twins of a group make, on the host, in the order of live memory, by
+        their names there.
 
         Raises:
             ModelMismatchError: they are not those that its layers hold, and that its weights change.
@@ -374,7 +376,11 @@ class Twins:
             is_exchanged = owner in self._specs and owner in held
             if not is_exchanged and not torch.equal(int_view(tensor), int_view(live)):
                 raise ModelMismatchError(f"{name} changes, which it did not when the server started")
-        return {name: bits_of(made[name].detach().cpu()) for name in held.keys() & self._specs.keys()}
+        return {
+            name: bits_of(made[name].permute(memory_order(live)).detach().cpu())
+            for name, live in held.items()
+            if name in self._specs
+        }
 
     def exchange(self) -> None:
         """Write what is staged into live memory, or, if it is there, bring back what was before.
