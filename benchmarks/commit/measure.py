@@ -27,6 +27,13 @@ from deltasync.errors import ConfigError
 from deltasync.ops.cli.serve import require_vllm
 from demo.processes import Child
 
+LAYOUTS = {
+    "in place": ("82m", ()),
+    "fp8_per_channel": ("82m", ("--quantization", "fp8_per_channel")),
+    "packed experts": ("experts", ()),
+}
+"""Ways in which vLLM holds weights: the model, one of `versions.SIZES`, and options."""
+
 _REPEATS = 5
 _ENGINE_S = 1800.0
 
@@ -88,6 +95,29 @@ def run(
         "payload_bytes": versions.payload_bytes,
     }
     return {"model": model, "commit": commit, "pause": pause, "throughput": throughput}
+
+
+def layouts(
+    changed_fraction: float, commits: int, device: str, options: Sequence[str] = ()
+) -> dict[str, dict[str, Any]]:
+    """Measure pauses of servers of each of `LAYOUTS`, one after the other. Arguments as of `run`.
+
+    Returns, for each, `server.pauses`, and how many tensors it patches in place, has twins for and reloads.
+    """
+    _require_packages()
+    found = {}
+    with _workspace() as folder:
+        for number, (name, (size, own)) in enumerate(LAYOUTS.items()):
+            versions = prepare(size, folder / str(number), [changed_fraction, 0.0] * commits)
+            say(f"starting a server ({name})")
+            log = folder / f"{number}.log"
+            with server.serve(versions, log, device, [*own, *options]) as serving:
+                say(f"{commits} pauses")
+                pauses, status = server.pauses(serving, commits), serving.status()
+            kinds = ("patched", "twinned", "reloaded")
+            counts = {f"{kind}_tensors": status[f"{kind}_tensors"] for kind in kinds}
+            found[name] = {"element_count": versions.element_count, **counts, **pauses}
+    return found
 
 
 def _commit(folder: Path, versions: Versions) -> dict[str, Any]:

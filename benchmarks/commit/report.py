@@ -37,6 +37,26 @@ def lines(result: dict[str, Any]) -> Iterator[str]:
     )
 
 
+def layout_lines(layouts: dict[str, dict[str, Any]]) -> Iterator[str]:
+    """Yield the pauses of `measure.layouts` as a table."""
+    first_s = next(iter(layouts.values()))["changed"]["pause_s"]
+    yield from table(
+        ("", "elements", "tensors in place, with twins, reloaded", "pause", "of the first", "stage"),
+        [
+            (
+                name,
+                f"{each['element_count']:,}",
+                ", ".join(str(each[f"{kind}_tensors"]) for kind in ("patched", "twinned", "reloaded")),
+                f"{1e3 * each['changed']['pause_s']:.1f} ms",
+                f"{each['changed']['pause_s'] / first_s:.1f}",
+                f"{1e3 * each['changed']['stage_s']:.0f} ms",
+            )
+            for name, each in layouts.items()
+        ],
+        words=3,
+    )
+
+
 def _times(commit: dict[str, Any]) -> Iterator[tuple[str, str]]:
     ours, peers = commit["deltasync"], commit["vllm"].values()
     commit_s = sum(ours[part]["median_s"] for part in ("commit", "confirm") if part in ours)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -20,9 +21,41 @@ from deltasync import Publisher
 from deltasync.channel import keys
 from deltasync.stores import open_store
 
-SIZES = ("0.6b", "tiny")
+SIZES = ("0.6b", "tiny", "82m", "experts")
 
 _MAX_POSITIONS = 2048
+
+_SHAPES = {
+    "0.6b": {  # of Qwen/Qwen3-0.6B
+        "vocab_size": 151936,
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+    },
+    "82m": {
+        "vocab_size": 1024,
+        "hidden_size": 1024,
+        "intermediate_size": 2304,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+    },
+    "experts": {
+        "vocab_size": 1024,
+        "hidden_size": 512,
+        "moe_intermediate_size": 384,
+        "num_experts": 16,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 8,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "head_dim": 64,
+    },
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -98,7 +131,7 @@ def prepare(size: str, folder: Path, changes: Sequence[float]) -> Versions:
 
 def build_checkpoint(size: str, out: Path) -> None:
     """Write a bfloat16 checkpoint of random weights with a tokenizer, without a network."""
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
     from transformers.utils import logging
 
     from demo import model as demo_model
@@ -109,14 +142,9 @@ def build_checkpoint(size: str, out: Path) -> None:
     if size == "tiny":
         model = demo_model.build_model(tokenizer).to(torch.bfloat16)
     else:
-        config = Qwen3Config(  # of Qwen/Qwen3-0.6B
-            vocab_size=151936,
-            hidden_size=1024,
-            intermediate_size=3072,
-            num_hidden_layers=28,
-            num_attention_heads=16,
-            num_key_value_heads=8,
-            head_dim=128,
+        kind: Any = Qwen3MoeConfig if size == "experts" else Qwen3Config
+        config = kind(
+            **_SHAPES[size],
             max_position_embeddings=_MAX_POSITIONS,
             tie_word_embeddings=True,
             eos_token_id=tokenizer.eos_token_id,
@@ -124,6 +152,6 @@ def build_checkpoint(size: str, out: Path) -> None:
             bos_token_id=None,
             dtype=torch.bfloat16,
         )
-        model = Qwen3ForCausalLM._from_config(config)
+        model = AutoModelForCausalLM.from_config(config)
     model.save_pretrained(out)
     tokenizer.save_pretrained(out)

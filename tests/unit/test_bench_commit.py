@@ -56,6 +56,18 @@ def test_the_command_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> No
         main(["--size", "tiny"])
 
 
+def test_pauses_are_told_beside_those_of_weights_in_place() -> None:
+    counts = {"element_count": 82_000_000, "patched_tensors": 3, "twinned_tensors": 2, "reloaded_tensors": 0}
+    found = {
+        name: {**counts, "changed": {"pause_s": pause_s, "stage_s": 0.05}}
+        for name, pause_s in (("in place", 0.004), ("fp8_per_channel", 0.006))
+    }
+    *_, quantized = report.layout_lines(found)
+    assert [cell.strip() for cell in quantized.strip("| ").split("|")] == [
+        *("fp8_per_channel", "82,000,000", "3, 2, 0", "6.0 ms", "1.5", "50 ms")
+    ]
+
+
 @pytest.mark.slow
 @pytest.mark.vllm
 def test_everything_is_measured_in_a_real_vllm_and_bits_are_checked(
