@@ -33,6 +33,10 @@ run gpu_tests 60 benchmarks.gpu --parts tests --json
 # 5. A real server beside a trainer: tokens a second with versions, and the longest silence of a stream.
 if python -c "import vllm, transformers" 2>/dev/null; then
   run gpu_serve 180 benchmarks.gpu_serve --versions 15 --json
+  # 6. Layouts of vLLM: pauses of quantized servers, which prove what they make when they start.
+  for layout in fp8_per_channel mxfp8; do
+    run "gpu_commit_$layout" 120 benchmarks.commit --device cuda --json -- --quantization "$layout"
+  done
 else
   echo "gpu_serve: left out, because vllm or transformers is missing"
 fi

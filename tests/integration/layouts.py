@@ -418,46 +418,109 @@ def _compressed(packed: str, weights: dict[str, Any], inputs: dict[str, Any]) ->
 
 _CHANNELS, _TOKENS = {"strategy": "channel", "dynamic": False}, {"strategy": "token", "dynamic": True}
 _INT8, _FP8 = ({"num_bits": 8, "type": kind, "symmetric": True} for kind in ("int", "float"))
+_FP4 = {"num_bits": 4, "type": "float", "symmetric": True}
+_NVFP4 = _FP4 | {"strategy": "tensor_group", "group_size": 16}
+_MXFP4 = _FP4 | {"strategy": "group", "group_size": 32, "dynamic": False, "scale_dtype": "torch.uint8"}
+_MODELOPT = {"quant_method": "modelopt", "kv_cache_quant_algo": None}
 _FORMATS: dict[str, dict[str, Any]] = {
     "int8": _compressed("int-quantized", _INT8 | _CHANNELS, _INT8 | _TOKENS),
     "float8": _compressed("float-quantized", _FP8 | _CHANNELS, _FP8 | _TOKENS),
     "fp8_blocks": QUANTIZATION,
+    "fp8_tensor": {"quant_method": "fp8", "activation_scheme": "static"},
+    "nvfp4": _compressed("nvfp4-pack-quantized", _NVFP4 | {"dynamic": False}, _NVFP4 | {"dynamic": "local"}),
+    "nvfp4_modelopt": _MODELOPT | {"quant_algo": "NVFP4", "group_size": 16},
+    "mxfp8": _MODELOPT | {"quant_algo": "MXFP8"},
+    "mxfp4": _compressed("mxfp4-pack-quantized", _MXFP4, None),
     "gptq": {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": False, "sym": True},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"},
 }
 
 
+class _Random:
+    """Random parts of a linear layer, of the shapes of vLLM's `create_weights`."""
+
+    def __init__(self) -> None:
+        self._rng = torch.Generator().manual_seed(0)
+
+    def _integers(self, low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=self._rng)
+
+    def bytes(self, *shape: int) -> torch.Tensor:
+        return self._integers(0, 256, *shape).to(torch.uint8)
+
+    def words(self, *shape: int) -> torch.Tensor:
+        return self._integers(-(2**31), 2**31, *shape).to(torch.int32)
+
+    def exponents(self, *shape: int) -> torch.Tensor:
+        return self._integers(110, 130, *shape).to(torch.uint8)
+
+    def whole(self, *shape: int) -> torch.Tensor:
+        return self._integers(-127, 128, *shape).to(torch.int8)
+
+    def float8(self, *shape: int) -> torch.Tensor:
+        return self._integers(1, 120, *shape).to(torch.uint8).view(torch.float8_e4m3fn)
+
+    def scale(self, *shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=self._rng) / 100 + 0.001
+
+    def of(self, kind: str, rows: int, columns: int) -> dict[str, torch.Tensor]:
+        """Return the parts by the ends of their names."""
+        nibbles, groups = (rows, columns // 2), columns // 32
+        match kind:
+            case "int8" | "float8":
+                weight = self.whole if kind == "int8" else self.float8
+                return {"weight": weight(rows, columns), "weight_scale": self.scale(rows, 1)}
+            case "fp8_tensor":
+                weight, scales = self.float8(rows, columns), ("weight_scale", "input_scale")
+                return {"weight": weight} | {name: self.scale() for name in scales}
+            case "nvfp4":
+                scales = "weight_global_scale", "input_global_scale"
+                return {
+                    "weight_packed": self.bytes(*nibbles),
+                    "weight_scale": self.float8(rows, columns // 16),
+                    **{name: 1000 * self.scale(1) for name in scales},
+                }
+            case "nvfp4_modelopt":
+                scales = "weight_scale_2", "input_scale"
+                return {
+                    "weight": self.bytes(*nibbles),
+                    "weight_scale": self.float8(rows, columns // 16),
+                    **{name: self.scale() for name in scales},
+                }
+            case "mxfp8":
+                return {"weight": self.float8(rows, columns), "weight_scale": self.exponents(rows, groups)}
+            case "mxfp4":
+                return {"weight_packed": self.bytes(*nibbles), "weight_scale": self.exponents(rows, groups)}
+        found = {
+            "scales": self.scale(groups, rows).to(torch.bfloat16),
+            "qzeros": self.words(groups, rows // 8),
+        }
+        if kind == "awq":
+            return found | {"qweight": self.words(columns, rows // 8)}
+        order = torch.arange(columns, dtype=torch.int32) // 32
+        return found | {"qweight": self.words(columns // 8, rows), "g_idx": order}
+
+
 def quantized(path: Path, kind: str, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return a checkpoint in a quantized format, and note the format in its configuration. Blocks are what a
-    publisher makes; others have random values in their linear layers, in the shapes of vLLM's `create_weights`.
+    publisher makes; others have random values in their linear layers. Routers and the head are not quantized.
     """
     settings = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps(settings | {"quantization_config": _FORMATS[kind]}))
+    kept = [
+        "lm_head",
+        *(name.removesuffix(".weight") for name in weights if name.endswith("mlp.gate.weight")),
+    ]
+    named = {"ignore": kept, "modules_to_not_convert": kept}
+    (path / "config.json").write_text(json.dumps(settings | {"quantization_config": _FORMATS[kind] | named}))
     if kind == "fp8_blocks":
         return dict(fp8_blocks(weights.items()))
-    rng, found = torch.Generator().manual_seed(0), dict[str, torch.Tensor]()
-
-    def integers(*shape: int) -> torch.Tensor:
-        return torch.randint(-(2**31), 2**31, shape, generator=rng).to(torch.int32)
-
+    random, found = _Random(), dict[str, torch.Tensor]()
     for name, weight in weights.items():
         if not name.endswith("_proj.weight"):
             found[name] = weight
             continue
-        base, (rows, columns) = name.removesuffix("weight"), weight.shape
-        if kind in ("int8", "float8"):
-            whole = torch.randint(-127, 128, weight.shape, generator=rng)
-            found[name] = whole.to(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
-            found[f"{base}weight_scale"] = torch.rand(rows, 1, generator=rng) / 100
-            continue
-        groups = columns // 32
-        found[f"{base}scales"] = (torch.rand(groups, rows, generator=rng) / 100).to(weight.dtype)
-        found[f"{base}qzeros"] = integers(groups, rows // 8)
-        if kind == "awq":
-            found[f"{base}qweight"] = integers(columns, rows // 8)
-        else:
-            found[f"{base}qweight"] = integers(columns // 8, rows)
-            found[f"{base}g_idx"] = torch.arange(columns, dtype=torch.int32) // 32
+        base = name.removesuffix("weight")
+        found |= {f"{base}{part}": made for part, made in random.of(kind, *weight.shape).items()}
     return found
 
 

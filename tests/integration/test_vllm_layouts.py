@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.integration import kernels
 from tests.integration.vllm_server import PATIENCE_S
 
 pytestmark = pytest.mark.vllm
@@ -94,8 +95,16 @@ SWEPT = (
     *("ernie4_5", "seedoss", "hunyuandensev1"),
 )
 
+KERNELS = kernels.cases()
+
 # Each is laid out, or refused, as another one here is.
 SLOW = (
+    *KERNELS.keys()
+    - {
+        "kernel:nvfp4_modelopt:experts:cutlass",
+        "kernel:nvfp4:MarlinNvFp4LinearKernel",
+        "kernel:mxfp8:FlashInferCutlassMxfp8LinearKernel",
+    },
     *(case for case in SWEPT if case not in ("tied", "phi", "mamba")),
     # llama, qwen3_moe_swapped and mamba stand for the first three.
     *(*LIVED[1:], "fp8_lora", "awq", "gptq", "int8", "float8", "glm4_moe_mtp_packed"),
@@ -111,7 +120,7 @@ def marked(*cases: str) -> list[Any]:
 def told(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     cases = [
         case
-        for case in (*TWINNED, "quantizers", *LIVED, *IN_PLACE, *REFUSED, *SWEPT)
+        for case in (*TWINNED, "quantizers", *LIVED, *IN_PLACE, *REFUSED, *SWEPT, "kernels", *KERNELS)
         if "LONG_TESTS" in os.environ or case not in SLOW
     ]
     command = [
@@ -214,6 +223,30 @@ def test_versions_a_rollback_damage_sleep_and_failing_twins_end_where_a_fresh_se
 def test_vllm_quantizes_elements_as_it_does_whole_weights(told: dict[str, dict[str, Any]]) -> None:
     proven = told["quantizers"]["proven"]
     assert len(proven) == 6 and all(proven.values()), proven
+
+
+@pytest.mark.parametrize("case", marked(*KERNELS))
+def test_layouts_of_kernels_for_gpus_end_where_a_fresh_load_begins(
+    case: str, told: dict[str, dict[str, Any]]
+) -> None:
+    found, how = told[case], KERNELS[case][0].how
+    if how == "refused":
+        assert "does not change" in found["second"]["error"]
+        assert found["differences"] == found["changed"] != []
+        return
+    assert (found["first"]["version"], found["second"]["version"]) == (1, 2), found["second"]["error"]
+    assert (found["touched"], found["differences"], found["second"]["reloaded"]) == ([], [], [])
+    assert len(found["changed"]) >= 15
+    assert bool(found["second"]["twinned"]) == (how == "twins")
+
+
+def test_each_kernel_for_cuda_is_run_or_named_as_one_that_needs_a_gpu(
+    told: dict[str, dict[str, Any]],
+) -> None:
+    run = {name for each in kernels.KERNELS for name in each.linear}
+    read = {name for names in kernels.NEEDS_A_GPU.values() for name in names}
+    assert {*told["kernels"]["for_cuda"]} == run | read
+    assert not run & read
 
 
 @pytest.mark.parametrize("case", marked(*REFUSED))

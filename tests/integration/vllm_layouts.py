@@ -3,7 +3,7 @@ told as JSON.
 
     python -m tests.integration.vllm_layouts FOLDER llama gemma2 life:fp8 ...
 
-See `tests.integration.layouts`, of `life:` see `life`, and of `quantizers` its module.
+See `tests.integration.layouts`, of `life:` see `life`, of `kernel:` `vllm_kernels`, and of `quantizers` its module.
 """
 
 # ruff: noqa: I001  # vLLM for the CPU wants to be imported before torch
@@ -43,7 +43,7 @@ from deltasync import Publisher
 from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
 from deltasync.following import Follow
-from tests.integration import quantizers
+from tests.integration import quantizers, vllm_kernels
 from tests.integration.layouts import CASES, Case, follow, other_than, quantized, save
 from tests.integration.vllm_server import Server, save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
@@ -247,6 +247,15 @@ def main() -> None:
     for name in sys.argv[2:]:
         if name == "quantizers":
             print("TOLD " + json.dumps({"case": name, "proven": quantizers.proven()}), flush=True)
+            continue
+        if name == "kernels":
+            print("TOLD " + json.dumps({"case": name, "for_cuda": vllm_kernels.for_cuda()}), flush=True)
+            continue
+        if name.startswith("kernel:"):
+            case = vllm_kernels.case_of(name)
+            with vllm_kernels.chosen(name):
+                path = save_model(Path(sys.argv[1], name.replace(":", "-")), case.config, **case.fields)
+                print("TOLD " + json.dumps({"case": name, **lay_out(path, case)}), flush=True)
             continue
         case, runs = CASES[name.removeprefix("life:")], life if name.startswith("life:") else lay_out
         with laying_out(case.experts), keeping_blocks():

@@ -173,8 +173,8 @@ class Mirror:
                 problem = (
                     problem or f"makes another {elsewhere}, which has weights where nothing can prove them"
                 )
-        except RuntimeError as error:  # as torch raises it
-            problem, cause = f"fails ({error})", error
+        except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+            problem, cause = f"fails ({str(error) or repr(error)})", error
         finally:
             for held, was in attributes:  # a reload that failed may have left others
                 held.update(was)
