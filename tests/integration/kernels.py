@@ -123,6 +123,9 @@ NEEDS_A_GPU = {
 }
 """Kernels of vLLM for CUDA that were only read, by what they need."""
 
+NEWER = {"TorchMxFp8LinearKernel"}
+"""Kernels that vLLM 0.33 has and 0.32 has not."""
+
 
 def cases() -> dict[str, tuple[Kernels, str | None, str | None]]:
     """Return the kernels by name, each with its linear kernel and that of its experts."""
