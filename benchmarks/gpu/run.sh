@@ -1,5 +1,5 @@
 #!/bin/sh
-# Ten minutes on a machine with a GPU, from a folder of `make gpu-kit`: what has not been measured there comes first.
+# Ten minutes, fourteen with vLLM, on a machine with a GPU, from a folder of `make gpu-kit`: what has not been measured there comes first.
 #
 #   sh benchmarks/gpu/run.sh [RESULTS]        # a folder for results and logs, by default $OUT or ./results
 #
