@@ -177,7 +177,7 @@ test-newest: .venv-newest/.ready
 # for sgl_kernel (requirements/sgl_kernel.py). The tests run in .venv, and start the server there.
 SGLANG ?= $(call tested,sglang)
 test-sglang: setup .venv-sglang/.ready
-	LONG_TESTS=1 $(BIN)/pytest -p no:cacheprovider --timeout 1800 tests/integration/test_sglang.py
+	LONG_TESTS=1 $(BIN)/pytest -p no:cacheprovider --timeout 1800 tests/integration/test_sglang.py tests/integration/test_sglang_adapter.py
 
 # torchvision registers operators of its CUDA build when it is imported; nothing here calls them.
 .venv-sglang/.ready: pyproject.toml Makefile requirements/tested.toml requirements/sglang.txt requirements/sgl_kernel.py

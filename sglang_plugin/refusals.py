@@ -101,8 +101,8 @@ def _check_adapter(adapter: str | None, config: Any) -> None:
     """Raise ConfigError for a server whose LoRA does not fit what its channel holds."""
     if adapter is None and config.enable_lora:
         raise ConfigError(
-            "--enable-lora holds weights in copies that deltas do not reach: leave it out, or name the adapter "
-            "that the channel holds by DELTASYNC_ADAPTER."
+            "--enable-lora holds weights in copies that deltas do not reach: leave it out, or serve without "
+            "DELTASYNC_CHANNEL."
         )
     if adapter is not None:
         raise ConfigError(

@@ -1,5 +1,5 @@
 """An adapter in SGLang's terms, and the version that a request names, without SGLang;
-tests/integration/test_sglang.py has a real one.
+tests/integration/test_sglang_adapter.py has a real one.
 """
 
 from __future__ import annotations
