@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -22,24 +23,30 @@ from mlx.utils import tree_unflatten
 
 from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
-from deltasync.errors import ConfigError, StageError
+from deltasync.errors import ConfigError, ModelMismatchError, StageError
 from deltasync.following import Commit, Identify, StagedVersion
-from deltasync.serve import Gate, GatedTarget, Mapped, Names, Part, audited, gated_calls
+from deltasync.serve import Gate, GatedTarget, Mapped, Names, Part, audited, gated_calls, in_place
 from mlx_plugin import quantized
 from mlx_plugin.arrays import arrays, bits, of_bits
 from mlx_plugin.derived import KeptArrays
 
 _EXPERTS = ".switch_mlp."  # mlx_lm's name for the experts of a layer, which it stacks
 
+# The arrays of an adapter's layer in mlx_lm, and PEFT's names for them. Those of one matrix are transposed there.
+_LAYERS_OWN = {"lora_a": "lora_A.weight", "lora_b": "lora_B.weight", "m": "lora_magnitude_vector"}
+_EMBEDDINGS_OWN = {"lora_a": "lora_embedding_A", "lora_b": "lora_embedding_B", "m": "lora_magnitude_vector"}
+_TRANSPOSED = "lora_a", "lora_b"
+_PEFT = "base_model.model."
+
 
 class MlxTarget(GatedTarget):
     """The arrays of a model."""
 
     def __init__(self, module: nn.Module, reader: ChannelReader, names: Names, gate: Gate) -> None:
-        super().__init__(module, reader, self._unstacked, gate)
-        self._given = names
+        super().__init__(module, reader, names, gate)
         # the copies of the last `stage`, and live memory over what MLX has made
         self._next: tuple[dict[str, mx.array], Mapped, Any] | None = None
+        self._layers: Mapping[str, nn.Module] = {}  # those with an adapter, by their paths
         self._quantized: dict[str, quantized.QuantizedWeight] = {}
         self._made: Any = None  # live memory over what MLX has made of the version, as it was made
         if mx.default_device() == mx.gpu and mx.cuda.is_available():
@@ -49,27 +56,50 @@ class MlxTarget(GatedTarget):
         mx.eval(module.parameters())
         self._kept = KeptArrays(module)
 
-    def _unstacked(self, own: str) -> str | Sequence[str] | None:
+    def _names(self, own: str) -> str | Sequence[str] | None:
         """As `Names`; for experts that mlx_lm has stacked, the names of each one's tensor."""
-        named = self._given(own)
+        named = super()._names(own)
         if isinstance(named, str) and _EXPERTS in named and named not in self.reader.specs:
             return [
                 named.replace(_EXPERTS, f".experts.{each}.") for each in range(len(arrays(self._module)[own]))
             ]
         return named
 
+    def _adapter_name(self, own: str) -> str | None:
+        path, _, last = own.rpartition(".")
+        layer = self._layers.get(path)
+        kinds = _EMBEDDINGS_OWN if hasattr(layer, "embedding") else _LAYERS_OWN
+        return f"{_PEFT}{path}.{kinds[last]}" if layer is not None and last in kinds else None
+
+    def _note_kind(self) -> None:
+        super()._note_kind()
+        self._layers = {path: each for path, each in self._module.named_modules() if "lora_a" in each}
+
+    def _check_config(self, config: Mapping[str, Any]) -> None:
+        for path, layer in self._layers.items():
+            wanted = in_place.scaling(config, path)
+            if not math.isclose(layer.scale, wanted):
+                raise ModelMismatchError(
+                    f"{path} multiplies its adapter by {layer.scale:g}, and the channel's {in_place.CONFIG} says "
+                    f"{wanted:g}: make the layers with that scale."
+                )
+
+    def _base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        for own, tensor in self._state().items():
+            if self._names(own) is None:
+                yield own.replace(".linear.", ".").replace(".embedding.", "."), tensor
+
     def _state(self, held: Mapping[str, mx.array] | None = None) -> dict[str, Any]:
-        arrays_by_name = held or arrays(self._module)
+        held = held or arrays(self._module)
+        dtypes = {own: str(each.dtype).removeprefix("mlx.core.").rstrip("_") for own, each in held.items()}
+        dtypes |= {own: weight.dtype for own, weight in self._quantized.items()}
         state: dict[str, Any] = {}
         for own, view in self.published(held).items():
-            weight = self._quantized.get(own)
-            dtype = (
-                str(arrays_by_name[own].dtype).removeprefix("mlx.core.") if weight is None else weight.dtype
-            )
-            state[own] = torch.from_numpy(view.view(f"i{view.itemsize}")).view(
-                getattr(torch, dtype.rstrip("_"))
-            )
-        if getattr(getattr(self._module, "args", None), "tie_word_embeddings", False):
+            tensor = _signed(view).view(getattr(torch, dtypes[own]))
+            is_transposed = self._is_adapter and tensor.ndim == 2 and own.endswith(_TRANSPOSED)
+            state[own] = tensor.t() if is_transposed else tensor
+        is_tied = getattr(getattr(self._module, "args", None), "tie_word_embeddings", False)
+        if is_tied and not self._is_adapter:
             state.setdefault("lm_head.weight", state.get("model.embed_tokens.weight"))
         return state
 
@@ -112,6 +142,7 @@ class MlxTarget(GatedTarget):
         """Find the channel's tensors in the model, and which version they are, if any."""
         with self._gate.alone():
             self._kept.drop()
+        self._note_kind()
         self._made = None
         self._quantized = quantized.find(self._module, self.reader.specs, self._names)
         super().open(identify)
@@ -126,7 +157,7 @@ class MlxTarget(GatedTarget):
         copies = {}
         held, remade = arrays(self._module), self._made_names
         for own, each in held.items():
-            if own not in remade:
+            if own not in remade and not (self._is_adapter and self._names(own) is None):
                 copies[own] = made.setdefault(id(each), of_bits(bits(each), each.dtype))
         mx.eval(copies)
         if any(bits(each).ctypes.data != bits(each).ctypes.data for each in copies.values()):

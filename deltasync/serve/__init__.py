@@ -41,6 +41,7 @@ __all__ = [
     "gated_calls",
     "heartbeat",
     "heartbeats",
+    "in_place",
     "load_plan",
     "metrics",
     "proof",

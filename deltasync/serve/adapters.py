@@ -28,7 +28,6 @@ from deltasync.errors import (
     ApplyError,
     ConfigError,
     CorruptDataError,
-    MissingVersionError,
     ModelMismatchError,
     first_five,
 )
@@ -39,11 +38,10 @@ from deltasync.opening.adapter_base import AdapterBase
 from deltasync.opening.checkpoint import find, load
 from deltasync.serve.constraint import MAX_LAG_HEADER, constraint, max_lag
 from deltasync.serve.engine import unique_name
+from deltasync.serve.in_place import CONFIG, model_file
 from deltasync.serve.requests import Refused
 from deltasync.tensors.bits import bits_of
 from deltasync.tensors.fingerprint import tensor_key
-
-CONFIG = "adapter_config.json"
 
 KEPT, KEPT_USED = 2, 6
 """How many of the newest versions can be requested by name, and how many older ones that requests used last."""
@@ -247,13 +245,13 @@ class AdapterLoader(MemoryTarget):
         """As `Target.stage`; refuse an adapter of another base model."""
         tokens_before, begun_s, config = self.generated_tokens(), time.perf_counter(), self._config
         if chain[0].use_anchor:
-            found = self._model_file(chain[0], CONFIG)
+            found = model_file(self.reader, chain[0], CONFIG)
             if found is None:
                 raise ConfigError(
                     f"{self.reader.store.url} holds no {CONFIG}, so it is not the channel of an adapter. "
                     "Publish with adapter_only=True, or start the server without --adapter."
                 )
-            config, base = found, self._model_file(chain[0], adapter_base.FILE)
+            config, base = found, model_file(self.reader, chain[0], adapter_base.FILE)
             if base not in self._refusals:
                 self._refusals[base] = self.refusal(base)
             if (refusal := self._refusals[base]) is not None:
@@ -298,21 +296,6 @@ class AdapterLoader(MemoryTarget):
                 *(len(unknown), len(trained_on.tensors), model, first_five(unknown)),
             )
         return None
-
-    def _model_file(self, stored: StoredRecord, name: str) -> bytes | None:
-        """Read a file beside an anchor's weights; None if there is none."""
-        anchor = stored.record.anchor
-        assert anchor is not None
-        try:
-            found = (
-                self.reader.fetch(file)
-                for file in anchor.model_files
-                if file.key == f"{anchor.directory}/{name}"
-            )
-            return next(found, None)
-        except (CorruptDataError, MissingVersionError) as error:
-            error.key = stored.key
-            raise
 
     def commit(self, staged: StagedVersion | Sequence[StoredRecord]) -> Commit:
         """Write the tensors, have the engine load them, and serve them under the adapter's name too."""

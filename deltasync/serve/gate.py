@@ -26,6 +26,7 @@ from deltasync.following.status import Commit
 from deltasync.following.target import Identify
 from deltasync.following.weights import StagedVersion
 from deltasync.live import LiveMemory, Segment
+from deltasync.serve import in_place
 from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, has_memory, int_view, spec_of
 from deltasync.threads import Home
@@ -473,8 +474,10 @@ class GatedTarget(MemoryTarget):
 
     def __init__(self, module: Any, reader: ChannelReader, names: Names, gate: Gate) -> None:
         super().__init__(reader)
-        self._module, self._names, self._gate = module, names, gate
+        self._module, self._given, self._gate = module, names, gate
         self._ties: dict[str, str] = {}
+        # whether the channel holds an adapter, and the caller has given no names of its own
+        self._is_adapter = False
         self._served = False  # whether the model has ever had a version of the channel
         self._identify: Identify | None = None
         self._storages: Mapping[str, Any] = {}  # where the tensors lay when they were mapped
@@ -487,6 +490,24 @@ class GatedTarget(MemoryTarget):
         self.audit_s = 0.0  # see `ReplicaSettings.audit_s`
         self._audited_s = -math.inf
         gate.check, gate.begun, gate.ended = self._is_in_place, self._call_begun, self._call_ended
+
+    def _note_kind(self) -> None:
+        """Note whether the channel holds an adapter. A subclass calls it first when it opens."""
+        self._is_adapter = self._given is plain_name and in_place.is_adapter(self.reader.specs)
+
+    def _adapter_name(self, own: str) -> str | None:
+        """Return the name by which PEFT saves a tensor of an adapter; None for one of the base."""
+        return in_place.adapter_name(own)
+
+    def _check_config(self, config: Mapping[str, Any]) -> None:
+        """Raise ModelMismatchError if the model's adapter does not compute as one of this configuration does."""
+
+    def _base(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors of an adapter's base by their names in a checkpoint."""
+        for own, tensor in self._state().items():
+            name = plain_name(own)
+            if name is not None and isinstance(tensor, torch.Tensor):
+                yield name, tensor
 
     @abstractmethod
     def _state(self) -> Mapping[str, Any]:
@@ -556,12 +577,21 @@ class GatedTarget(MemoryTarget):
         self._writer = _WRITER
         return self._writer
 
+    def _names(self, own: str) -> str | Sequence[str] | None:
+        """As `Names`: the caller's; of an adapter those that PEFT saves, if the caller has given none."""
+        return self._adapter_name(own) if self._is_adapter else self._given(own)
+
     def open(self, identify: Identify) -> None:
-        """Find the channel's tensors in the model, and which version they are, if any."""
+        """Find the channel's tensors in the model, and which version they are, if any.
+
+        An adapter is always loaded anew, because its scaling and its base are said beside full weights.
+        """
         storages, parts = self._found(), self._held()
         memory, tensors, ties = self._mapped(self._state())
         with self._reading:
             self.adopt(memory, identify)
+        if self._is_adapter:
+            self._opened.identified(None)
         self._audited_s, self._first_ended = time.monotonic(), False
         self.tensors, self._ties = tensors, ties
         self._identify, self._storages, self._parts, self._refusal = identify, storages, parts, None
@@ -643,6 +673,9 @@ class GatedTarget(MemoryTarget):
         """Stage a chain (`Target.stage`). Compares all bits at the end, because the next version is built on
         them.
         """
+        if self._is_adapter and chain[0].use_anchor:
+            self._check_config(in_place.config_of(self.reader, chain[0]))
+            in_place.check_base(self.reader, chain[0], self._base())
         staged = self._opened.stage(chain)
         if self._is_due:
             if not self._is_intact():

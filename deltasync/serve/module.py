@@ -34,6 +34,7 @@ from deltasync.following import Follow
 from deltasync.following.status import Commit, Status
 from deltasync.following.target import Identify
 from deltasync.following.weights import StagedVersion
+from deltasync.serve import in_place
 from deltasync.serve.gate import Gate, GatedTarget, Mapped, Names, Part, check_memory, plain_name, reclassed
 from deltasync.serve.heartbeats import HeartbeatWriter
 from deltasync.serve.kept import KeptValues
@@ -184,12 +185,19 @@ class ModuleTarget(GatedTarget):
 
     def open(self, identify: Identify) -> None:
         """Find the channel's tensors in the module, and which version they are, if any."""
+        self._note_kind()
         self._kept.check()
         self._kept.scan()
         with self._gate.alone():
             self._kept.drop()
         super().open(identify)
         self._mine = [*self._followed().values()]
+
+    def _check_config(self, config: Mapping[str, Any]) -> None:
+        held = getattr(self._module, "peft_config", {})
+        for name in getattr(self._module, "active_adapters", ()):
+            if name in held:
+                in_place.check_config(config, held[name].to_dict())
 
     def _is_own(self, name: str) -> bool:
         """Whether `names`, which may know those of the state_dict alone, gives None, and not because of an

@@ -24,6 +24,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from deltasync import Publisher, follow
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ApplyError, ConfigError, ModelMismatchError, StageError
+from deltasync.opening import adapter_base
+from deltasync.opening.adapter_base import AdapterBase
 from deltasync.serve import replies
 from tests import demands, http_server
 from tests.http_server import Server, digests, save, weights_of
@@ -528,6 +530,146 @@ def test_what_is_refused(checkpoint: Path, memory_url: str) -> None:
             follow(other, memory_url)
     with pytest.raises(ConfigError, match=r"takes a torch\.nn\.Module or an mlx\.nn\.Module"):
         follow(object(), memory_url)
+
+
+LORA = {
+    "rank": 4,
+    "scale": 2.0,
+    "dropout": 0.0,
+    "keys": ["self_attn.q_proj", "mlp.down_proj", "embed_tokens", "model.embed_tokens"],
+}
+
+
+def peft_weights(weights: Weights, use_dora: bool) -> Weights:
+    """An adapter of both layers as PEFT saves it, in its names and shapes; of the embeddings too where it is LoRA."""
+    found, source = {}, torch.Generator().manual_seed(2)
+
+    def made(*shape: int) -> torch.Tensor:
+        return (0.1 * torch.randn(shape, generator=source)).to(torch.bfloat16)
+
+    for name in weights:
+        path, last = f"base_model.model.{name.removesuffix('.weight')}", name.split(".")[-2]
+        rows, *columns = weights[name].shape
+        if last in ("q_proj", "down_proj"):
+            found |= {f"{path}.lora_A.weight": made(4, *columns), f"{path}.lora_B.weight": made(rows, 4)}
+            if use_dora:
+                found[f"{path}.lora_magnitude_vector"] = made(rows).abs() + 1
+        elif last == "embed_tokens" and not use_dora:
+            found |= {
+                f"{path}.lora_embedding_A": made(4, rows),
+                f"{path}.lora_embedding_B": made(*columns, 4),
+            }
+    return found
+
+
+def merged(weights: Weights, adapter: Weights) -> Weights:
+    """The weights that a model has with an adapter of scale 2 in them."""
+    found = {name: tensor.float() for name, tensor in weights.items()}
+    for name, a in adapter.items():
+        path, _, last = name.removeprefix("base_model.model.").partition(".lora_")
+        if last in ("A.weight", "embedding_A"):
+            b = adapter[name.replace("lora_A", "lora_B").replace("embedding_A", "embedding_B")]
+            product = b.float() @ a.float()
+            weight = found[f"{path}.weight"] + 2 * (product if last == "A.weight" else product.T)
+            magnitude = adapter.get(f"base_model.model.{path}.lora_magnitude_vector")
+            if magnitude is not None:
+                weight *= (magnitude.float() / weight.norm(dim=1))[:, None]
+            found[f"{path}.weight"] = weight
+    return found
+
+
+def with_layers(model: Any, use_dora: bool = False, **config: Any) -> Any:
+    keys = [each for each in LORA["keys"] if not (use_dora and "embed" in each)]
+    lora.linear_to_lora_layers(model, 2, LORA | {"keys": keys} | config, use_dora)
+    model.set_dtype(mx.bfloat16)
+    model.eval()
+    mx.eval(model.parameters())
+    return model
+
+
+@contextlib.contextmanager
+def training_adapter(url: str, adapter: Weights, base: Weights) -> Iterator[Trainer]:
+    config = {
+        "r": 8,
+        "lora_alpha": 6,
+        "rank_pattern": {"q_proj|down_proj|embed_tokens": 4},
+        "alpha_pattern": {"layers.*": 8, "embed_tokens": 8},
+    }
+    files = {
+        "adapter_config.json": json.dumps(config).encode(),
+        adapter_base.FILE: AdapterBase.of("base", base.items()).encode(),
+    }
+    trainer = Trainer(url, adapter, model_files=files)
+    with trainer.publisher:
+        trainer.publish()
+        yield trainer
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_an_adapter_is_followed_in_the_layers_of_mlx_lm(
+    checkpoint: Path, memory_url: str, tmp_path: Path, use_dora: bool
+) -> None:
+    weights, model = weights_of(checkpoint), with_layers(load(checkpoint), use_dora)
+    base = {
+        own: each for own, each in arrays(model).items() if ".lora_" not in own and not own.endswith(".m")
+    }
+    before = {own: bits(each).copy() for own, each in base.items()}
+    with (
+        training_adapter(memory_url, peft_weights(weights, use_dora), weights) as trainer,
+        follow(model, memory_url, background=False) as following,
+    ):
+        for version in range(1, 4):
+            assert following.sync() == version
+            held = arrays(model)
+            assert len(held) == len(base) + len(trainer.published[version])
+            for name, tensor in trainer.published[version].items():
+                path, _, last = name.removeprefix("base_model.model.").rpartition(".lora_")
+                own = {"A": "lora_a", "B": "lora_b", "m": "m"}[last.removeprefix("embedding_")[0]]
+                expected = tensor if own == "m" else tensor.T.contiguous()
+                np.testing.assert_array_equal(
+                    bits(held[f"{path}.{own}"]), expected.view(torch.uint16).numpy(), err_msg=name
+                )
+            trainer.publish()
+        assert all(held[own] is each for own, each in base.items())
+        assert all(np.array_equal(bits(held[own]), each) for own, each in before.items())
+        whole = fresh(checkpoint, merged(weights, trainer.published[3]), tmp_path / "merged")
+        apart, adapted_by = (np.abs(logits(model) - logits(each)).max() for each in (whole, load(checkpoint)))
+        assert 5 * apart < adapted_by
+
+
+def test_an_adapter_of_a_quantized_base_and_what_is_refused(
+    checkpoint: Path, memory_url: str, tmp_path: Path
+) -> None:
+    weights = weights_of(checkpoint)
+    base = quantized(load(checkpoint), "affine 8")
+    before = {own: bits(each).copy() for own, each in arrays(base).items()}
+    model = with_layers(base)
+    with training_adapter(memory_url, peft_weights(weights, False), weights) as trainer:
+        with follow(model, memory_url, background=False) as following:
+            trainer.publish()
+            assert following.sync() == 2
+            greedy(model)
+            held = {
+                own.replace(".linear.", ".").replace(".embedding.", "."): each
+                for own, each in arrays(model).items()
+            }
+            assert all(np.array_equal(bits(held[own]), each) for own, each in before.items())
+            expected = trainer.published[2]["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
+            np.testing.assert_array_equal(
+                bits(held["model.layers.1.self_attn.q_proj.lora_a"]).T, expected.view(torch.uint16).numpy()
+            )
+        for other, said in (
+            (with_layers(load(checkpoint), scale=3.0), "multiplies its adapter by 3, and .* says 2: make"),
+            (
+                with_layers(load(checkpoint), keys=["self_attn.q_proj"]),
+                "is in the channel and not in the module",
+            ),
+            (with_layers(load(checkpoint), True), r"down_proj\.m .*is in the module and not in the channel"),
+            (with_layers(load(save(llama(seed=2), tmp_path / "other"))), "trained on base, .* other weights"),
+            (load(checkpoint), "is in the channel and not in the module"),
+        ):
+            with pytest.raises(ModelMismatchError, match=said):
+                follow(other, memory_url)
 
 
 def serving(

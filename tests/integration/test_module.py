@@ -9,12 +9,14 @@ import copy
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch.nn.utils import prune
 from torch.optim.swa_utils import AveragedModel
 from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig, LlamaForCausalLM
@@ -22,7 +24,10 @@ from transformers import ContinuousBatchingConfig, GenerationConfig, LlamaConfig
 from deltasync import ModuleReplica, Publisher, Replica, follow, open_store
 from deltasync.channel.reading import ChannelReader
 from deltasync.errors import AckTimeoutError, ApplyError, ConfigError, ModelMismatchError
+from deltasync.opening import adapter_base
+from deltasync.opening.adapter_base import AdapterBase
 from deltasync.serve import heartbeat
+from deltasync.serve.in_place import adapter_name
 from deltasync.tensors.bits import int_view
 from tests.conftest import assert_same_bits
 from tests.waiting import wait_until
@@ -53,10 +58,10 @@ def llama(tied: bool = False, seed: int = 0) -> LlamaForCausalLM:
 class Trainer:
     """Publishes a model, and random steps of it; remembers the bits of each version."""
 
-    def __init__(self, url: str, weights: Weights) -> None:
+    def __init__(self, url: str, weights: Weights, **options: Any) -> None:
         self.weights = {name: tensor.detach().clone() for name, tensor in weights.items()}
         self.published: dict[int, Weights] = {}
-        self.publisher = Publisher(url, retention=None)
+        self.publisher = Publisher(url, retention=None, **options)
         self._source = torch.Generator().manual_seed(1)
 
     def publish(self) -> int:
@@ -356,6 +361,82 @@ def test_the_base_of_an_adapter_and_what_torch_compile_wraps(memory_url: str) ->
             assert_same_bits(compiled._orig_mod.state_dict(), trainer.published[2])
             with torch.no_grad():
                 compiled(torch.tensor([[1, 2]]))
+
+
+def adapted(
+    name: str = "default", seed: int = 0, targets: Sequence[str] = ("q_proj", "v_proj"), **options: Any
+) -> Any:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(target_modules=[*targets], **{"r": 2, "lora_alpha": 6} | options)
+    return peft.get_peft_model(llama(seed=seed), config, adapter_name=name).to(torch.bfloat16)
+
+
+@contextlib.contextmanager
+def training_adapter(url: str, tmp_path: Path, **options: Any) -> Iterator[Trainer]:
+    """Trains the adapter of a model, and publishes what PEFT saves."""
+    model = adapted(**options)
+    model.save_pretrained(tmp_path)
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    files = {
+        "adapter_config.json": (tmp_path / "adapter_config.json").read_bytes(),
+        adapter_base.FILE: AdapterBase.of("base", llama().state_dict().items()).encode(),
+    }
+    trainer = Trainer(url, {name: tensor + 0.5 for name, tensor in saved.items()}, model_files=files)
+    with trainer.publisher:
+        trainer.publish()
+        yield trainer
+
+
+@pytest.mark.parametrize("use_dora", [False, True])
+def test_a_module_follows_an_adapter_alone(memory_url: str, tmp_path: Path, use_dora: bool) -> None:
+    module = adapted("policy", use_dora=use_dora)
+    base = {name: each.clone() for name, each in module.state_dict().items() if ".lora_" not in name}
+    with (
+        training_adapter(memory_url, tmp_path / "first", use_dora=use_dora) as trainer,
+        follow(module, memory_url, background=False) as following,
+    ):
+        for version in range(1, 4):
+            assert following.sync() == version
+            module.save_pretrained(tmp_path)
+            assert_same_bits(
+                load_file(tmp_path / "policy" / "adapter_model.safetensors"), trainer.published[version]
+            )
+            trainer.publish()
+        held = module.state_dict()
+        assert_same_bits({name: held[name] for name in base}, base)
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"lora_alpha": 4}, "has lora_alpha=6, and the module's 4: make"),
+        (
+            {"seed": 1},
+            "trained on base, and the module has other weights, such as model.embed_tokens.weight: follow",
+        ),
+        ({"targets": ["q_proj"]}, r"v_proj\.lora_A\.weight .*is in the channel and not in the module"),
+        ({"targets": ["q_proj", "v_proj", "o_proj"]}, "o_proj.* is in the module and not in the channel"),
+    ],
+)
+def test_an_adapter_of_another_module_is_refused(
+    memory_url: str, tmp_path: Path, other: dict[str, Any], said: str
+) -> None:
+    module = adapted(**other)
+    before = {name: each.clone() for name, each in module.state_dict().items()}
+    with training_adapter(memory_url, tmp_path), pytest.raises(ModelMismatchError, match=said):
+        follow(module, memory_url)
+    assert_same_bits(module.state_dict(), before)
+
+
+@pytest.mark.parametrize("config", [None, b"", b"[]", b'{"r": 0, "lora_alpha": 1}', b'{"r": 2}'])
+def test_an_adapter_without_its_scaling_is_refused(memory_url: str, config: bytes | None) -> None:
+    module = adapted()
+    weights = {adapter_name(own): each for own, each in module.state_dict().items() if ".lora_" in own}
+    files = {} if config is None else {"adapter_config.json": config}
+    with Publisher(memory_url, retention=None, model_files=files) as publisher:
+        publisher.publish(weights.items()).wait(PATIENCE_S)
+        with pytest.raises(ModelMismatchError, match=r"adapter_config\.json.* scaling"):
+            follow(module, memory_url)
 
 
 def _meta() -> torch.nn.Module:
