@@ -26,6 +26,8 @@ import runpy, sys
 sys.modules.update(dict.fromkeys({missing!r}))
 from tests.triton_interpreter import without_idle_work
 without_idle_work()
+from deltasync.gpu import codec
+codec.warm_up = lambda device, width: None  # it decodes to compile; nothing is compiled here
 sys.argv = ["benchmarks.gpu", "--json"]
 runpy.run_module("benchmarks.gpu", run_name="__main__")
 """
