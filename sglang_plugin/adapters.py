@@ -63,14 +63,20 @@ def sglang_config(config: bytes, tensors: Mapping[str, torch.Tensor]) -> dict[st
     """Return what SGLang reads of a PEFT `adapter_config.json`, so that it computes as PEFT does.
 
     SGLang scales by `lora_alpha / r`, whatever the config says beside, and passes over tensors that it does not
-    know.
+    know. A request for an adapter with `up_proj` and without `gate_proj` ends its scheduler.
 
     Raises:
         ModelMismatchError: SGLang would not compute with this adapter as PEFT does.
     """
     peft = json.loads(config)
     rank, alpha = peft["r"], peft["lora_alpha"]
-    unknown = [name for name in tensors if _LAYER.fullmatch(name) is None or ".experts." in name]
+    unknown = [
+        name
+        for name in tensors
+        if _LAYER.fullmatch(name) is None
+        or ".experts." in name
+        or (".up_proj." in name and name.replace(".up_proj.", ".gate_proj.") not in tensors)
+    ]
     other = [
         name
         for name, tensor in tensors.items()

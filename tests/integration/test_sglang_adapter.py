@@ -14,9 +14,11 @@ import psutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model, set_peft_model_state_dict
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 from deltasync import Publisher
+from deltasync.opening.adapter_base import FILE, AdapterBase
 from demo.processes import Child
 from tests.integration.expected_tokens import NEARLY
 from tests.integration.test_sglang import PROMPT, generate, made, serving, versions
@@ -32,7 +34,7 @@ LORA = LoraConfig(
     r=8,
     lora_alpha=4,
     use_rslora=True,
-    target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"],
+    target_modules=["q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
     task_type="CAUSAL_LM",
     init_lora_weights=False,
 )
@@ -50,7 +52,8 @@ class Run:
         self.server, self.child = server, child
         model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
         self.peft: PeftModel = get_peft_model(model, LORA)
-        self.files = adapter.files(self.peft)
+        base = load_file(checkpoint / "model.safetensors")
+        self.files = adapter.files(self.peft) | {FILE: AdapterBase.of("base", base.items()).encode()}
         self.publisher = Publisher(server.channel, model_files=self.files)
         self.tensors = {name: tensor.bfloat16() for name, tensor in adapter.tensors(self.peft).items()}
         self.by_version: dict[int, dict[str, torch.Tensor]] = {}

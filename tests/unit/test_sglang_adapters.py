@@ -47,8 +47,9 @@ def test_sglang_scales_as_peft_does() -> None:
         (f"{PREFIX}self_attn.q_proj.lora_B.bias", (8,)),
         (f"{PREFIX}mlp.experts.0.up_proj.lora_A.weight", (4, 8)),
         ("base_model.model.model.visual.layers.0.attn.qkv_proj.lora_A.weight", (4, 8)),
-        (f"{PREFIX}mlp.up_proj.lora_A.weight", (2, 8)),
-        (f"{PREFIX}mlp.up_proj.lora_B.weight", (8, 2)),
+        (f"{PREFIX}mlp.up_proj.lora_A.weight", (4, 8)),  # without gate_proj
+        (f"{PREFIX}mlp.gate_proj.lora_A.weight", (2, 8)),
+        (f"{PREFIX}mlp.gate_proj.lora_B.weight", (8, 2)),
     ],
 )
 def test_what_sglang_passes_over_or_scales_otherwise_is_refused(name: str, shape: tuple[int, ...]) -> None:
