@@ -40,7 +40,7 @@ from deltasync.opening.start import open_first
 from deltasync.ops import KeepPolicy, Relay, gc
 from deltasync.ops.compactor import maintains
 from deltasync.publish import BasePublisher, Opened
-from deltasync.publish.agreement import StreamReader
+from deltasync.publish.agreement import Numbers, StreamReader
 from deltasync.publish.append import Appender
 from deltasync.publish.detect import Difference, HostShadow
 from deltasync.publish.pending import Pending
@@ -251,13 +251,13 @@ class OtherRanks(Agreement):
         """Run it; it fails nowhere else."""
         return action()
 
-    def agree(self, problem: BaseException | None, *numbers: int) -> list[int]:
+    def agree(self, problem: BaseException | None, numbers: Numbers = ()) -> np.ndarray:
         """Return these numbers: those of the others are 0."""
         if problem is not None:
             raise problem
-        self.up_bytes += _compressed(np.array(numbers, np.uint64).tobytes())
+        self.up_bytes += _compressed(np.asarray(numbers, np.uint64).tobytes())
         self.down_bytes += 8 * len(numbers)  # sums of which none is 0 cannot be compressed
-        return [*numbers]
+        return np.asarray(numbers, np.uint64)
 
     def totals(
         self, shadow: Shadow, found: Difference, changed: int, *, needed: bool
@@ -425,7 +425,7 @@ class Trainer:
         return found | {"up_bytes": self.ranks.up_bytes, "down_bytes": self.ranks.down_bytes}
 
 
-_COMPACTED = 4  # versions from one compaction to the next
+_COMPACTED = 8  # versions from one compaction to the next
 
 
 def bound_bits() -> float:
@@ -446,7 +446,7 @@ def run(
     found["shard_tensors"] = len(trainer.weights.stream)
     say(f"{model.parameters:.3g} parameters in {len(model.tensors):,} tensors, {held:.3g} at a rank")
     found["reference"] = trainer.publish(0)
-    touched = [trainer.publish(step, _TOUCHED) for step in range(1, _COMPACTED)]
+    found["first"], *touched = [trainer.publish(step, _TOUCHED) for step in range(1, _COMPACTED)]
     found["touched"] = sorted(touched, key=lambda each: each["memory_bytes"])[len(touched) // 2]
     say("versions of a few changes are stored")
     counted = Counted(store)
@@ -555,7 +555,13 @@ def bars(result: dict[str, Any]) -> Iterator[str]:
 def roles(result: dict[str, Any]) -> Iterator[str]:
     """Yield what each role takes."""
     rows = []
-    for name, key in (("the reference", "reference"), ("few changes", "touched"), ("1 % changed", "step")):
+    steps = {
+        "the reference": "reference",
+        "few changes, after it": "first",
+        "few changes": "touched",
+        "1 % changed": "step",
+    }
+    for name, key in steps.items():
         found = result[key]
         moved = f"{found['up_bytes'] / 1e3:,.1f} kB up, {found['down_bytes'] / 1e3:,.1f} kB down"
         rows.append(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from deltasync.trainer.ranks import Ranks
 
@@ -17,7 +17,7 @@ class Traffic:
         self.moved_bytes = 0
         exchange = Ranks._exchange
 
-        def counted(ranks: Ranks, value: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
+        def counted(ranks: Ranks, value: bytes, combine: Callable[[Iterable[bytes]], bytes]) -> bytes:
             answer = exchange(ranks, value, combine)
             self.moved_bytes += len(zlib.compress(value if ranks.rank else answer, 1))
             return answer

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from typing import Annotated
 
 import msgspec
+import numpy as np
 import torch
 
 from deltasync.channel.documents import Fingerprint
@@ -59,11 +60,11 @@ class AdapterBase:
             )
         return cls(name=name, tensors={key: digest for key, digest in found.items() if digest is not None})
 
-    def summed(self, agree: Callable[..., list[int]]) -> AdapterBase:
+    def summed(self, agree: Callable[[None, list[int]], np.ndarray]) -> AdapterBase:
         """Return the base whose parts several processes hold, all of which call this. `agree` returns sums of
         numbers over all of them, modulo 2**64.
         """
-        sums = agree(None, *(int(digest, 16) for digest in self.tensors.values()))
+        sums = agree(None, [int(digest, 16) for digest in self.tensors.values()]).tolist()
         return dataclasses.replace(
             self, tensors=dict(zip(self.tensors, map(fingerprint.to_hex, sums), strict=True))
         )

@@ -68,7 +68,7 @@ class StepCheck:
         if not versions:
             return
         assert shadow is not None and found is not None
-        (total,) = ranks.agree(None, shadow.fingerprints.with_gains(found.gains).total)
+        (total,) = ranks.agree(None, [shadow.fingerprints.with_gains(found.gains).total]).tolist()
         if fingerprint.to_hex(total) in {known for _, known in versions}:
             return
         version = versions[0][0]

@@ -263,7 +263,7 @@ class Start:
         found, problem = attempt(lambda: self._read(ranges))
         damage = problem if isinstance(problem, FormatError | ChainError | ApplyError) else None
         added = 0 if found is None else found.fingerprints.total
-        damaged, total = self._ranks.agree(None if damage else problem, damage is not None, added)
+        damaged, total = self._ranks.agree(None if damage else problem, [damage is not None, added]).tolist()
         if damaged or fingerprint.to_hex(total) != state.chain[-1].record.fingerprint:
             why = damage or "on another rank, or its bits do not have its fingerprint."
             logger.warning("Version %s cannot be read: %s The next version has full weights.", state.end, why)
@@ -390,7 +390,7 @@ def _referred(
         return Shadow(specs, ranges, held, place)
 
     shadow = ranks.all(read)
-    digests = ranks.agree(None, *shadow.fingerprints.values())
+    digests = ranks.agree(None, [*shadow.fingerprints.values()]).tolist()
     named = {name: fingerprint.to_hex(digest) for name, digest in zip(specs, digests, strict=True)}
     return dataclasses.replace(reference, fingerprints=named), shadow
 

@@ -8,6 +8,7 @@ import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 
 from deltasync.errors import PublishError
@@ -18,6 +19,8 @@ from deltasync.publish.shadow import Shadow
 from deltasync.publish.snapshot import Weights
 from deltasync.stores import Store
 from deltasync.tensors import Fingerprints, TensorSpec
+
+Numbers = Sequence[int] | np.ndarray
 
 _Value = TypeVar("_Value")
 
@@ -88,15 +91,15 @@ class Alone:
         """Run an action in each process and return its result here. Raises as `agree`."""
         return action()
 
-    def agree(self, problem: BaseException | None, *numbers: int) -> list[int]:
-        """Return the sums of numbers over all processes, modulo 2**64.
+    def agree(self, problem: BaseException | None, numbers: Numbers = ()) -> np.ndarray:
+        """Return the sums of numbers, each less than 2**64, over all processes, modulo 2**64: uint64.
 
         Raises:
             BaseException: `problem`, what has failed in one of them.
         """
         if problem is not None:
             raise problem
-        return [*numbers]
+        return np.asarray(numbers, np.uint64)
 
     def prove_writes(self, store: Store) -> None:
         """Prove that the first process reads what the others store."""

@@ -92,19 +92,22 @@ class Agreement(Ranks):
         The first time the ranks exchange their shares; later what these gain, which costs a bit for a tensor
         that gains nothing.
         """
-        layout, before = shadow.layout, self._whole
-        zeros = Fingerprints(
-            layout, {w: np.zeros(len(vector.specs), np.uint64) for w, vector in layout.vectors.items()}
-        )
-        shares = shadow.fingerprints.with_gains(found.gains)
-        added = shares if before is None else zeros.with_gains(found.gains)
-        changed, new, *sums = self.agree(None, changed, before is None, *_numbers(added))
+        before = self._whole
+        sizes = {width: len(vector.specs) for width, vector in shadow.layout.vectors.items()}
+
+        def added() -> list[np.ndarray]:
+            gains = shadow.fingerprints.with_gains(found.gains).of if before is None else found.gains
+            return [gains.get(width, np.zeros(size, np.uint64)) for width, size in sizes.items()]
+
+        counts = np.array([changed, before is None], np.uint64)
+        (changed, new), sums = np.split(self.agree(None, np.concatenate([counts, *added()])), [2])
         if new and new != self.size:  # a rank has lost count
-            before, sums = None, self.agree(None, *_numbers(shares))
-        ends = np.cumsum([len(vector.specs) for vector in layout.vectors.values()])
-        gains = dict(zip(layout.vectors, np.split(np.array(sums, np.uint64), ends[:-1]), strict=True))
-        self._whole = (zeros if before is None else before).with_gains(gains)
-        return changed, self._whole
+            before = None
+            sums = self.agree(None, np.concatenate(added()))
+        sums_of = dict(zip(sizes, np.split(sums, np.cumsum([*sizes.values()])[:-1]), strict=True))
+        whole = Fingerprints(shadow.layout, sums_of)
+        self._whole = whole if before is None else before.with_gains(whole.of)
+        return int(changed), self._whole
 
     def collects(self, wanted: bool) -> bool:
         """See `Alone`."""
@@ -184,12 +187,6 @@ class Agreement(Ranks):
             f"Two versions were lost for one cause, so it will not pass: {cause} Remove it; the next publish "
             "tries again, with full weights."
         )
-
-
-def _numbers(fingerprints: Fingerprints) -> list[int]:
-    """Return them width by width; no Python is called for a tensor."""
-    found: list[int] = np.concatenate([*fingerprints.of.values()]).tolist()
-    return found
 
 
 def _mapped(path: Path, size: int) -> np.ndarray:

@@ -17,7 +17,7 @@ import time
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -28,9 +28,8 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from deltasync.errors import ConfigError, PublishError, StoreError, error_of, get_logger
-from deltasync.publish.agreement import Alone, attempt
+from deltasync.publish.agreement import Alone, Numbers, attempt
 from deltasync.publish.ranges import Range
-from deltasync.tensors.fingerprint import MASK
 from deltasync.threads import daemon
 
 logger = get_logger(__name__)
@@ -195,23 +194,25 @@ class Ranks(Alone):
     def share(self, action: Callable[[], _Value], kind: Any) -> list[_Value]:
         """Run an action on each rank and return the results of all of them, by rank. Raises as `agree`."""
         value, problem = attempt(action)
-        answer = self._agreed(value, problem, lambda said: _encoded([msgspec.Raw(each) for each in said]))
+        answer = self._agreed(value, problem, lambda said: _encoded([*map(msgspec.Raw, said)]))
         return msgspec.msgpack.decode(answer, type=list[kind])
 
-    def agree(self, problem: BaseException | None, *numbers: int) -> list[int]:
-        """Return the sums of numbers over all ranks, modulo 2**64, if no rank has a problem.
+    def agree(self, problem: BaseException | None, numbers: Numbers = ()) -> np.ndarray:
+        """Return the sums of numbers over all ranks, modulo 2**64, if no rank has a problem: uint64.
 
         Raises:
             BaseException: `problem`, or a `DeltaSyncError` with the message of another rank's.
         """
-        values = np.array([value & MASK for value in numbers], np.uint64)
+        values = np.asarray(numbers, np.uint64)
 
-        def add(said: list[bytes]) -> bytes:
-            found = (np.frombuffer(msgspec.msgpack.decode(each, type=bytes), np.uint64) for each in said)
-            return _encoded(sum(found, np.zeros_like(values)).tobytes())
+        def add(said: Iterable[bytes]) -> bytes:
+            total = np.zeros_like(values)
+            for each in said:
+                total += np.frombuffer(msgspec.msgpack.decode(each, type=bytes), np.uint64)
+            return _encoded(total.tobytes())
 
         answer = self._agreed(values.tobytes(), problem, add)
-        return np.frombuffer(msgspec.msgpack.decode(answer, type=bytes), np.uint64).tolist()
+        return np.frombuffer(msgspec.msgpack.decode(answer, type=bytes), np.uint64)
 
     def all(self, action: Callable[[], _Value]) -> _Value:
         """Run an action on each rank and return its result at this one. Raises as `agree` if it fails at any
@@ -321,21 +322,29 @@ class Ranks(Alone):
     # How messages travel.
 
     def _agreed(
-        self, value: object, problem: BaseException | None, combine: Callable[[list[bytes]], bytes]
+        self, value: object, problem: BaseException | None, combine: Callable[[Iterable[bytes]], bytes]
     ) -> bytes:
-        """Return what the first rank makes of the values of all ranks, if none has a problem; raise that at
-        all of them.
+        """Return what the first rank makes of the values of all ranks, one after the other, if none has a
+        problem; raise that at all of them.
         """
         encoded: bytes | None = b""
         if problem is None:
             encoded, problem = attempt(lambda: _encoded(value))
 
-        def decide(said: list[bytes]) -> bytes:
-            found = [msgspec.msgpack.decode(each, type=tuple[tuple[str, str] | None, bytes]) for each in said]
-            for rank, (failure, _) in enumerate(found):
-                if failure is not None:
-                    return _encoded(((failure[0], f"Rank {rank} failed: {failure[1]}"), b""))
-            return _encoded((None, combine([each for _, each in found])))
+        def decide(said: Iterable[bytes]) -> bytes:
+            failed: tuple[str, str] | None = None
+
+            def values() -> Iterator[bytes]:
+                nonlocal failed
+                for rank, each in enumerate(said):
+                    failure, value = msgspec.msgpack.decode(each, type=tuple[tuple[str, str] | None, bytes])
+                    if failure is not None:
+                        failed = failure[0], f"Rank {rank} failed: {failure[1]}"
+                        return
+                    yield value
+
+            answer = combine(values())
+            return _encoded((failed, b"" if failed else answer))
 
         said = _encoded((None if problem is None else described(problem), encoded or b""))
         failure, answer = msgspec.msgpack.decode(
@@ -347,8 +356,11 @@ class Ranks(Alone):
             raise error_of(*failure, PublishError)
         return answer
 
-    def _exchange(self, value: bytes, combine: Callable[[list[bytes]], bytes]) -> bytes:
-        """Send a value to the first rank, which combines those of all ranks, and return the result."""
+    def _exchange(self, value: bytes, combine: Callable[[Iterable[bytes]], bytes]) -> bytes:
+        """Send a value to the first rank, which combines those of all ranks, and return the result.
+
+        They are compressed until `combine` takes them: of a trillion parameters 256 ranks say 245 MB at once.
+        """
         if self._lost:
             raise PublishError(self._lost)
         self._number, number = self._number + 1, self._number
@@ -359,7 +371,7 @@ class Ranks(Alone):
                 (result,) = self._wait({0: f"from/{number}"}, "publish")
             else:
                 values = [value, *self._wait(keys, "publish")]
-                result = zlib.compress(combine([*map(zlib.decompress, values)]), 1)
+                result = zlib.compress(combine(map(zlib.decompress, values)), 1)
                 self._store.set(f"from/{number}", result)
                 # Which all have read: they went on.
                 for key in [*keys.values(), *([f"from/{number - 1}"] if number else [])]:

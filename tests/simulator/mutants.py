@@ -279,8 +279,8 @@ MUTANTS = {
     ),
     "fingerprints of one rank count": Mutant(
         "deltasync.trainer.ranks",
-        "for each in said)\n            return _encoded(sum(found",
-        "for each in said[:1])\n            return _encoded(sum(found",
+        "for each in said:\n                total +=",
+        "for each in [*said][:1]:\n                total +=",
         "job",
     ),
     # maintenance

@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 
-from deltasync.errors import PublishError
+from deltasync.errors import PublishError, StoreError
+from deltasync.opening.adapter_base import AdapterBase
+from deltasync.publish.agreement import attempt
+from deltasync.tensors import fingerprint
 from deltasync.trainer import ranks
 from deltasync.trainer.ranks import ENDED, Ranks
 from tests.waiting import wait_until
@@ -131,3 +136,42 @@ def test_a_publisher_that_is_closed_says_why_it_gave_up(three: list[Ranks]) -> N
     first.close()
     with pytest.raises(PublishError, match=r"Rank 0 has given up\. Rank 2 has ended its process"):
         other.next_line()
+
+
+def test_the_first_rank_holds_one_message_at_a_time(
+    three: list[Ranks], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = 0
+
+    def decompress(data: bytes) -> bytes:
+        nonlocal read
+        read += 1
+        return zlib.decompress(data)
+
+    def combine(said: Iterable[bytes]) -> bytes:
+        for number, value in enumerate(said):
+            assert read == number + 1 and value == b"%d" % number
+        return b"all"
+
+    shown = SimpleNamespace(compress=zlib.compress, decompress=decompress)
+    monkeypatch.setattr(ranks, "zlib", shown)
+    with ThreadPoolExecutor(SIZE) as pool:
+        assert [*pool.map(lambda each: each._exchange(b"%d" % each.rank, combine), three)] == [b"all"] * SIZE
+
+
+def test_the_base_of_an_adapter_is_summed_over_ranks(three: list[Ranks]) -> None:
+    bases = [AdapterBase(name="base", tensors={"w": fingerprint.to_hex(each.rank)}) for each in three]
+    with ThreadPoolExecutor(SIZE) as pool:
+        found = [*pool.map(lambda each: bases[each.rank].summed(each.agree), three)]
+    assert found == [AdapterBase(name="base", tensors={"w": fingerprint.to_hex(3)})] * SIZE
+
+
+def test_sums_are_modulo_and_one_ranks_problem_is_raised_at_all(three: list[Ranks]) -> None:
+    most = (1 << 64) - 1
+    with ThreadPoolExecutor(SIZE) as pool:
+        sums = [*pool.map(lambda each: each.agree(None, [most, each.rank, True]).tolist(), three)]
+        assert sums == [[most - 2, 3, 3]] * SIZE
+        problems = [None, StoreError("the disk is full"), None]
+        found = [*pool.map(lambda each: attempt(lambda: each.agree(problems[each.rank], [1]))[1], three)]
+    assert [type(each) for each in found] == [StoreError] * SIZE
+    assert [str(each) for each in found][:2] == ["Rank 1 failed: the disk is full", "the disk is full"]
