@@ -25,7 +25,7 @@ from deltasync.channel.reading import ChannelReader
 from deltasync.channel.record import StoredRecord
 from deltasync.errors import ConfigError, ModelMismatchError, StageError
 from deltasync.following import Commit, Identify, StagedVersion
-from deltasync.serve import Gate, GatedTarget, Mapped, Names, Part, audited, gated_calls, in_place
+from deltasync.serve import Gate, GatedTarget, Mapped, Names, Part, gated_calls, in_place
 from mlx_plugin import quantized
 from mlx_plugin.arrays import arrays, bits, of_bits
 from mlx_plugin.derived import KeptArrays
@@ -174,7 +174,8 @@ class MlxTarget(GatedTarget):
         for weight in self._quantized.values():
             copies |= weight.changes(staged.whole, held)
         mx.eval(copies)
-        self._next = copies, mapped, audited({own: _signed(bits((held | copies)[own])) for own in remade})
+        remade_bits = {own: _signed(bits((held | copies)[own])) for own in remade}
+        self._next = copies, mapped, type(live).audited(remade_bits)
         return staged
 
     def _exchange(self, staged: StagedVersion) -> Commit:

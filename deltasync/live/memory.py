@@ -14,7 +14,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -34,7 +34,7 @@ from deltasync.tensors import (
     fingerprint,
     region_size,
 )
-from deltasync.tensors.bits import signed_view
+from deltasync.tensors.bits import signed_view, spec_of
 
 
 def device_of(live: torch.Tensor) -> Backend:
@@ -79,6 +79,14 @@ class LiveMemory:
         self.parts: np.ndarray | None = None
         self._devices = {device_of(segment.live) for held in segments.values() for segment in held}
         self._held: dict[str, Sequence[Region] | None] = {}
+
+    @classmethod
+    def audited(cls, tensors: Mapping[str, torch.Tensor]) -> Self:
+        """Return the memory of whole tensors by their names, after an audit."""
+        specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
+        memory = cls(specs, {name: [Segment.whole(tensor)] for name, tensor in tensors.items()})
+        memory.audit()
+        return memory
 
     @property
     def known_parts(self) -> np.ndarray:

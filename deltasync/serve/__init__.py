@@ -11,14 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from deltasync.serve.draft import DRAFT, WithDraft
-    from deltasync.serve.gate import Gate, GatedTarget, Mapped, Names, Part, audited, gated_calls, reclassed
+    from deltasync.serve.gate import Gate, GatedTarget, Mapped, Names, Part, gated_calls, reclassed
     from deltasync.serve.module import ModuleReplica, follow
 
 _HOME = {
     **dict.fromkeys(("DRAFT", "WithDraft"), "draft"),
-    **dict.fromkeys(
-        ("Gate", "GatedTarget", "Mapped", "Names", "Part", "audited", "gated_calls", "reclassed"), "gate"
-    ),
+    **dict.fromkeys(("Gate", "GatedTarget", "Mapped", "Names", "Part", "gated_calls", "reclassed"), "gate"),
     **dict.fromkeys(("ModuleReplica", "follow"), "module"),
 }
 
@@ -32,7 +30,6 @@ __all__ = [
     "Part",
     "WithDraft",
     "adapters",
-    "audited",
     "calls",
     "constraint",
     "derived",

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 
 from deltasync.errors import ModelMismatchError
-from deltasync.live import LiveMemory, Segment
+from deltasync.live import LiveMemory
 from deltasync.serve.draft import WithDraft
 from deltasync.serve.load_plan import held_tensors, writes
-from deltasync.tensors.bits import int_view, spec_of
+from deltasync.tensors.bits import int_view
 
 _HEAD = 1024  # elements that are compared first
 _PART = 16  # fewest elements in which a copy of another size is alike
@@ -275,11 +275,7 @@ def refresh(copies: Sequence[DerivedCopy]) -> None:
 
 def memory_of(copies: Sequence[DerivedCopy]) -> LiveMemory:
     """Return the memory of copies, by their names in the model, as it is now."""
-    tensors = {copy.path: copy.tensor for copy in copies}
-    specs = {path: spec_of(path, tensor) for path, tensor in tensors.items()}
-    memory = LiveMemory(specs, {path: [Segment.whole(tensor)] for path, tensor in tensors.items()})
-    memory.audit()
-    return memory
+    return LiveMemory.audited({copy.path: copy.tensor for copy in copies})
 
 
 def _storage(tensor: torch.Tensor) -> int:

@@ -28,7 +28,7 @@ from deltasync.following.weights import StagedVersion
 from deltasync.live import LiveMemory, Segment
 from deltasync.serve import in_place
 from deltasync.tensors import TensorSpec
-from deltasync.tensors.bits import dtype_name, has_memory, int_view, spec_of
+from deltasync.tensors.bits import dtype_name, has_memory, int_view
 from deltasync.threads import Home
 
 logger = logging.getLogger(__name__)
@@ -454,14 +454,6 @@ Part = tuple[Mapping[str, Any], str, Any, object]
 """A part of a module: the mapping that holds it, its name there, the tensor or module, and the place of its
 memory.
 """
-
-
-def audited(tensors: Mapping[str, torch.Tensor]) -> LiveMemory:
-    """Return live memory over whole tensors, which knows their fingerprints as they are now."""
-    specs = {name: spec_of(name, tensor) for name, tensor in tensors.items()}
-    memory = LiveMemory(specs, {name: [Segment.whole(tensor)] for name, tensor in tensors.items()})
-    memory.audit()
-    return memory
 
 
 class GatedTarget(MemoryTarget):
