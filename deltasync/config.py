@@ -390,7 +390,7 @@ class ReplicaSettings(ReaderSettings):
     Attributes:
         channel: URL of the channel, or of the channel and its copies, separated by spaces; None if deltasync
             is not configured.
-        adapter: Name under which vLLM serves the channel's adapter; None if the channel has the served model.
+        adapter: Name under which an engine serves the channel's adapter; None if the channel has the served model.
         allowed_channels: Prefixes of channels, separated by commas, such as `s3://bucket/runs`. Callers of
             vLLM's weight-transfer routes may name these instead of `channel`. None for no other channel.
         replica_id: Name of the heartbeat object. By default the host's name, for a server with its port

@@ -101,14 +101,13 @@ def _check_adapter(adapter: str | None, config: Any) -> None:
     """Raise ConfigError for a server whose LoRA does not fit what its channel holds."""
     if adapter is None and config.enable_lora:
         raise ConfigError(
-            "--enable-lora holds weights in copies that deltas do not reach: leave it out, or serve without "
-            "DELTASYNC_CHANNEL."
+            "--enable-lora holds weights in copies that deltas do not reach: leave it out, or name the adapter "
+            "that the channel holds by DELTASYNC_ADAPTER."
         )
-    if adapter is not None:
-        raise ConfigError(
-            "DELTASYNC_ADAPTER: deltasync was not run with SGLang's LoRA: serve the adapter by vLLM, or its merged "
-            "weights by SGLang."
-        )
+    if adapter is not None and not config.enable_lora:
+        raise ConfigError("DELTASYNC_ADAPTER is set, but SGLang was started without --enable-lora.")
+    if adapter is not None and adapter in (config.served_model_name, config.model_path):
+        raise ConfigError(f"The adapter cannot be named {adapter}, as the model that SGLang serves.")
 
 
 def check_model(model: Any) -> None:

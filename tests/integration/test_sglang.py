@@ -491,6 +491,16 @@ class Options:
         self.__dict__ = defaults | others
 with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options: options):
     refusals.check(Options())
+    for adapter, options in ("", {"enable_lora": True}), ("policy", {}), ("model", {"enable_lora": True}), (
+        "policy", {"enable_lora": True, "max_loaded_loras": 8}
+    ):
+        with mock.patch.dict("os.environ", {"DELTASYNC_ADAPTER": adapter} if adapter else {}):
+            try:
+                refusals.check(Options(served_model_name="model", **options))
+            except ConfigError as error:
+                print("LoRA:", error)
+    with mock.patch.dict("os.environ", DELTASYNC_ADAPTER="policy"):
+        refusals.check(Options(enable_lora=True))
     rows = [(what, *option) for what, options in refusals.OPTIONS.items() for option in options.items()]
     for what, name, followed in rows:
         other = {bool: True, int: 2, str: "other", type(None): "other"}[type(followed)]
@@ -523,6 +533,10 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
     *names, packed, version = done.stdout.strip().splitlines()[-len(expected) - 2 :]
     assert names == expected
     assert "for AMX" in packed
+    said = [line.removeprefix("LoRA: ") for line in done.stdout.splitlines() if line.startswith("LoRA: ")]
+    assert [sentence.split(" ")[0] for sentence in said] == [
+        *("--enable-lora", "DELTASYNC_ADAPTER", "The", "--max-loaded-loras"),
+    ]
     assert version.startswith("deltasync was run with SGLang 0.5.23, not with 0.5.22")
 
 

@@ -20,14 +20,13 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from deltasync import Publisher
 from deltasync.opening.adapter_base import FILE, AdapterBase
 from demo.processes import Child
+from tests import sglang_server
 from tests.integration.expected_tokens import NEARLY
 from tests.integration.test_sglang import PROMPT, generate, made, serving, versions
 from tests.integration.vllm_server import PATIENCE_S, Server, save_model
 from trl_callback import adapter
 
-pytestmark = pytest.mark.skip(
-    reason="SGLang's part has not run yet, so it is refused (sglang_plugin/refusals.py)"
-)
+pytestmark = pytest.mark.skipif(sglang_server.missing() is not None, reason=str(sglang_server.missing()))
 
 # by which SGLang scales otherwise, and of modules that it fuses some
 LORA = LoraConfig(
