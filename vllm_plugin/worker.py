@@ -12,28 +12,28 @@ from __future__ import annotations
 import os
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Self
 
-import numpy as np
 import torch
 
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError, ModelMismatchError, NotPublishedError, SleepingError
 from deltasync.kernels.backend import backend_of
-from deltasync.live import Segment
 from deltasync.serve import DRAFT, WithDraft, derived, engine, load_plan
-from deltasync.serve.shard import Engine, Shard
-from deltasync.tensors import Delta, TensorSpec
+from deltasync.serve.mirror import MirroringEngine
+from deltasync.serve.shard import Shard
+from deltasync.tensors import TensorSpec
 from deltasync.tensors.bits import dtype_name, int_view
 from vllm_plugin import logger
-from vllm_plugin.load import fallback, layers
+from vllm_plugin.load import layers
+from vllm_plugin.load.reload import VllmLayers
 
 # models, and their channels
 _followed: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
 
 
-class WorkerEngine(Engine):
+class WorkerEngine(MirroringEngine):
     """The model that vLLM's model runner has loaded in this worker."""
 
     loader, log, later = layers.LOADER, logger, layers.LATER
@@ -44,7 +44,7 @@ class WorkerEngine(Engine):
         self.is_complete = derived.is_complete(self.model)
         self.has_logits = runner.model_config.runner_type == "generate"
         self.dtype = dtype_name(runner.model_config.dtype)
-        self._mirror = fallback.Mirror(self.model, runner.model_config, {}, {})
+        self.layers = VllmLayers(runner.model_config)
 
     def take(self, specs: Mapping[str, TensorSpec]) -> None:
         """As `Engine.take`."""
@@ -75,45 +75,6 @@ class WorkerEngine(Engine):
         if isinstance(self.model, WithDraft) and self.model.draft is not None and not self.model.is_part:
             for name, tensor in layers.draft_checkpoint(self._runner):
                 yield DRAFT + name, tensor
-
-    def reloads(
-        self, recorded: load_plan.LoadPlan, specs: Mapping[str, TensorSpec]
-    ) -> dict[str, list[Segment]]:
-        """As `Engine.reloads`."""
-        reasons = recorded.reasons
-        tensors = fallback.mirrored(recorded, specs, self.checkpoint()) if reasons else {}
-        self._mirror = fallback.Mirror(
-            self.model,
-            self._runner.model_config,
-            {name: recorded.layers[name] for name in tensors},
-            tensors,
-            reasons,
-        )
-        self.mirrored = tensors.keys()
-        return self._mirror.segments
-
-    def prove(self, covered: Set[int], reloaded: Set[torch.nn.Module] = frozenset()) -> None:
-        """As `Engine.prove`."""
-        self._mirror.prove(covered)
-        self.twinned = self._mirror.twins.names
-        super().prove(covered, reloaded | self._mirror.modules)
-
-    def stage(self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]) -> None:
-        """As `Engine.stage`."""
-        self._mirror.stage(changes, names)
-        self.remark = self._mirror.twins.remark
-
-    def refresh(self, changed: Iterable[str]) -> float:
-        """As `Engine.refresh`."""
-        return self._mirror.refresh(changed) + super().refresh(changed)
-
-    def made(self) -> dict[str, str]:
-        """As `Engine.made`."""
-        return super().made() | self._mirror.made()
-
-    def is_intact(self) -> bool:
-        """As `Engine.is_intact`."""
-        return self._mirror.audit() and super().is_intact()
 
 
 def open_shard(runner: Any, channel: str, trusted_keys: str | None = None) -> Shard:

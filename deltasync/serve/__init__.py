@@ -41,6 +41,7 @@ __all__ = [
     "in_place",
     "load_plan",
     "metrics",
+    "mirror",
     "proof",
     "reclassed",
     "replies",
@@ -49,6 +50,7 @@ __all__ = [
     "shard",
     "shards",
     "startup",
+    "twin",
 ]
 
 

@@ -47,10 +47,11 @@ from tests.integration import quantizers, vllm_kernels
 from tests.integration.layouts import CASES, Case, follow, other_than, quantized, save
 from tests.integration.vllm_server import Server, save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
-from vllm_plugin.load import fallback
-from vllm_plugin.load.layers import keep_weights_addressable, note_models, tensors_of
+from vllm_plugin.load.layers import keep_weights_addressable, note_models
 from vllm_plugin.load.plain import PlainLayer
+from vllm_plugin.load.reload import VllmLayers
 from deltasync.serve.shards import EngineClient, ShardsTarget
+from deltasync.serve.twin import tensors_of
 from vllm_plugin.pauses import open_follow
 
 
@@ -184,7 +185,7 @@ def life(path: Path, case: Case) -> dict[str, Any]:
 
         publisher.publish(weights.items()).wait(60)
         caught_up(following)
-        with mock.patch.object(fallback, "make", wraps=fallback.make) as making:
+        with mock.patch.object(VllmLayers, "make", autospec=True, side_effect=VllmLayers.make) as making:
             told["twins"] = []
             for number in range(10):
                 making.reset_mock()
@@ -199,7 +200,7 @@ def life(path: Path, case: Case) -> dict[str, Any]:
         note("damage")
         sleep(worker)
         note("sleep")
-        failing = mock.patch.object(fallback, "make", side_effect=RuntimeError("out of memory"))
+        failing = mock.patch.object(VllmLayers, "make", side_effect=RuntimeError("out of memory"))
         with failing, mock.patch.object(PlainLayer, "stage", return_value=None):
             publish()
         note("a twin that fails")

@@ -63,7 +63,6 @@ PLUGINS_KNOWN = {
     "vllm_plugin stores.cache",
     "vllm_plugin tensors",
     "vllm_plugin tensors.bits",
-    "vllm_plugin tensors.delta",
     "vllm_plugin tensors.fingerprint",
 }
 FOR_ALL = ("errors", "config", "limits", "threads", "ending")

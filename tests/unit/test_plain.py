@@ -10,13 +10,13 @@ import torch
 
 from deltasync.errors import FingerprintMismatchError, StageError
 from deltasync.kernels import native
+from deltasync.serve.twin import Made, Twins
 from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
 from deltasync.tensors.delta import joined, of_tensor
 from deltasync.tensors.fingerprint import tensor_key
 from vllm_plugin.load.layers import memory_order
 from vllm_plugin.load.plain import ElementChanges, PlainLayer, Quantize, WeightPart
-from vllm_plugin.load.twin import Made, Twins
 
 ROWS, COLUMNS = 12, 20
 FIRST = 7  # rows of the first of two tensors; the second has more columns, of which the weight has some

@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from deltasync.errors import FingerprintMismatchError, ModelMismatchError, StageError
+from deltasync.serve.mirror import Mirror
 from deltasync.serve.shard import Shard
+from deltasync.serve.twin import Made, Separate, Twins, other_values, overlaps, tensors_of, values
 from deltasync.tensors.bits import bits_of
 from vllm_plugin.load import layers
-from vllm_plugin.load.fallback import Mirror, _kept_attributes
-from vllm_plugin.load.layers import tensors_of
-from vllm_plugin.load.twin import Made, Twins, _Separate, other_values, overlaps, values
+from vllm_plugin.load.reload import VllmLayers, _kept_attributes
 from vllm_plugin.worker import WorkerEngine
 
 
@@ -103,7 +103,7 @@ def mirror_of(
     """
     tensors = {f"w{number}": torch.zeros(4, 6) for number in range(len(model))}
     layers = {name: {layer} for name, layer in zip(tensors, model, strict=True)}
-    mirror = Mirror(model, None, layers, tensors)
+    mirror = Mirror(model, VllmLayers(None), layers, tensors)
     groups = [(dict.fromkeys(of, MADE), {name}) for name, of in layers.items()]
     mirror.twins = Twins(model, groups, make, without)
 
@@ -383,7 +383,7 @@ def test_a_reload_keeps_the_tensors_of_kernels_where_they_are() -> None:
 def test_a_twin_has_kernels_of_its_own() -> None:
     layer = Deep()
     twin = copy.copy(layer)
-    _Separate({layer: twin}).module(twin, layer)
+    Separate({layer: twin}).module(twin, layer)
     kernel = twin.quant_method.kernel
     assert kernel is not layer.quant_method.kernel
     kernel.bound += 1
@@ -403,7 +403,7 @@ def test_a_handle_of_packed_weights_is_neither_copied_nor_taken_for_another() ->
     layer = Deep()
     layer.quant_method.kernel.handle = handle = Handle()
     twin = copy.copy(layer)
-    _Separate({layer: twin}).module(twin, layer)
+    Separate({layer: twin}).module(twin, layer)
     assert twin.quant_method.kernel.handle is handle
     before = values(layer)
     assert other_values(twin, before) == []
@@ -440,7 +440,7 @@ def test_weights_in_objects_that_are_no_parts_of_a_layer_are_refused_and_untouch
     """As another library packs them: a reload makes another object, or writes into that which there is."""
     layer, tensors, own = Scaled(), {"w": torch.zeros(4, 6)}, torch.zeros(4, 6)
     layer.packed = packed = keep(own)
-    mirror = Mirror(layer, None, {"w": {layer}}, tensors)
+    mirror = Mirror(layer, VllmLayers(None), {"w": {layer}}, tensors)
 
     def reload(_: Iterable[str]) -> float:
         layer.weight.data.copy_(quantized(tensors["w"]))
@@ -466,7 +466,7 @@ def test_a_version_that_makes_another_number_of_weights_is_taken_back(
     """Captured graphs and compiled code have it as a constant."""
     layer, tensors = Scaled(), {"w": torch.zeros(4, 6)}
     layer.scale_float = 0.0
-    mirror = Mirror(layer, None, {"w": {layer}}, tensors)
+    mirror = Mirror(layer, VllmLayers(None), {"w": {layer}}, tensors)
 
     def reload(_: Iterable[str]) -> float:
         layer.weight.data.copy_(quantized(tensors["w"]))
@@ -492,7 +492,7 @@ def test_a_model_whose_reload_packs_weights_outside_of_torch_is_refused_and_unto
     layer = Deep()
     layer.quant_method.kernel.handle = handle = Handle()
     tensors = {"w": torch.zeros(4, 6)}
-    mirror = Mirror(layer, None, {"w": {layer}}, tensors)
+    mirror = Mirror(layer, VllmLayers(None), {"w": {layer}}, tensors)
 
     def reload(_: Iterable[str]) -> float:
         layer.weight.data.copy_(quantized(tensors["w"]))
@@ -511,7 +511,7 @@ def test_a_model_whose_workers_exchange_scales_while_they_load_is_refused(
 ) -> None:
     """As online FP8 under tensor parallelism, where a collective of a twin would meet those of the steps."""
     layer, tensors = Scaled(), {"w": torch.zeros(4, 6)}
-    mirror = Mirror(layer, None, {"w": {layer}}, tensors)
+    mirror = Mirror(layer, VllmLayers(None), {"w": {layer}}, tensors)
 
     def reload(_: Iterable[str]) -> float:
         largest = tensors["w"].max()

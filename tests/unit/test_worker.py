@@ -28,6 +28,7 @@ from deltasync.live import model_fingerprint
 from deltasync.serve import derived, engine, load_plan
 from deltasync.serve.engine import Failure, handed
 from deltasync.serve.load_plan import LoadPlan
+from deltasync.serve.mirror import Mirror, _together, mirrored
 from deltasync.serve.shard import Shard
 from deltasync.tensors import TensorSpec
 from tests import driving as tests_driving
@@ -36,7 +37,7 @@ from tests.faults import flipped
 from vllm_plugin import logger
 from vllm_plugin import worker as extension
 from vllm_plugin.load import layers
-from vllm_plugin.load.fallback import Mirror, _together, mirrored
+from vllm_plugin.load.reload import VllmLayers
 
 PATIENCE_S = 60.0
 
@@ -863,7 +864,9 @@ class TestMirror:
     def test_layers_are_proven_one_after_the_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
         layers = [torch.nn.Linear(3, 3, bias=False, dtype=torch.bfloat16) for _ in range(3)]
         tensors = {f"{number}": layer.weight.detach().clone() for number, layer in enumerate(layers)}
-        mirror = Mirror(torch.nn.Identity(), None, {name: {layers[int(name)]} for name in tensors}, tensors)
+        mirror = Mirror(
+            torch.nn.Identity(), VllmLayers(None), {name: {layers[int(name)]} for name in tensors}, tensors
+        )
         reloaded = []
 
         def reload(names: Any) -> float:
@@ -889,7 +892,7 @@ class TestMirror:
         layer = torch.nn.Linear(3, 3, bias=False, dtype=torch.bfloat16)
         tensors = {"weight": layer.weight.detach().clone()}
         layer.weight = freed = torch.nn.Parameter(torch.empty(0, dtype=torch.bfloat16), requires_grad=False)
-        mirror = Mirror(torch.nn.Identity(), None, {"weight": {layer}}, tensors)
+        mirror = Mirror(torch.nn.Identity(), VllmLayers(None), {"weight": {layer}}, tensors)
 
         def reload(_: Any) -> float:
             layer.weight = torch.nn.Parameter(tensors["weight"].clone(), requires_grad=False)

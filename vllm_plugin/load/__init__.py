@@ -1,3 +1,3 @@
-"""Where checkpoint elements are in a worker's memory: recorded and proven (`loader`), or loaded again
-(`fallback`).
+"""Where checkpoint elements are in a worker's memory: recorded and proven (`layers`), or loaded again
+(`reload`).
 """

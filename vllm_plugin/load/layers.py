@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import sys
-from collections.abc import Iterable, Iterator, Mapping
-from enum import Enum
-from types import FunctionType, ModuleType
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
 from deltasync.errors import ModelMismatchError
 from deltasync.serve import derived, load_plan
@@ -88,81 +84,6 @@ def whole() -> Iterator[None]:
         yield
     finally:
         layerwise.get_layer_size = size
-
-
-def parts(layer: torch.nn.Module) -> dict[str, Any]:
-    """Return a layer, and vLLM's objects that it computes with, such as its method, kernels and their settings,
-    by the names of the attributes that lead to them. No other layer is among them.
-    """
-    found, known, todo = dict[str, Any](), set[int](), [("", layer)]
-    for path, part in todo:
-        if id(part) in known:
-            continue
-        known.add(id(part))
-        found[path] = part
-        for name, value in {**vars(part), **vars(part).get("_modules", {})}.items():
-            leaves = {name: value}
-            if isinstance(value, list | tuple | dict):
-                leaves = {f"{name}.{number}": leaf for number, leaf in enumerate(tree_leaves(value))}
-            if name not in load_plan.NOT_HELD:
-                todo += [(f"{path}{own}.", leaf) for own, leaf in leaves.items() if is_part(leaf)]
-    return found
-
-
-def is_part(value: object) -> bool:
-    """Whether a layer's attribute is an object of vLLM's, or of a class that extends vLLM's, which may hold
-    values and can be copied: no other layer, no constant, and no owner of memory that it frees.
-    """
-    if isinstance(value, type | Enum) or not hasattr(value, "__dict__") or hasattr(value, "__del__"):
-        return False
-    if isinstance(value, torch.nn.Module):
-        return hasattr(value, "create_weights")  # a method, some of which are modules
-    if hasattr(value, "get_quant_method"):
-        return False  # the model's configuration, which counts the time of loading
-    return any(base.__module__.startswith(_OF_LAYERS) for base in type(value).__mro__)
-
-
-_OF_LAYERS = "vllm.model_executor.", "vllm.v1.attention."
-
-
-def tensors_within(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
-    """Yield the tensors that a value holds that is no part of a layer: weights that another library has packed,
-    or those over which a function is closed.
-    """
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif depth and not isinstance(value, type | Enum | ModuleType | torch.nn.Module):
-        if isinstance(value, Mapping):
-            held: Iterable[object] = value.values()
-        elif isinstance(value, list | tuple | set):
-            held = value
-        elif isinstance(value, FunctionType):
-            held = closed_over(value)
-        elif isinstance(value, functools.partial):
-            held = (value.func, value.args, value.keywords)
-        else:
-            held = getattr(value, "__dict__", {}).values()
-        for each in held:
-            yield from tensors_within(each, depth - 1)
-
-
-def closed_over(function: FunctionType) -> list[object]:
-    """Return the values that a function has beside its code."""
-    return [*(function.__defaults__ or ()), *inspect.getclosurevars(function).nonlocals.values()]
-
-
-def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return all tensors that a layer computes with, by name: its own, and those of its `parts`."""
-    return {
-        path + name: tensor
-        for path, part in parts(layer).items()
-        for name, tensor in load_plan.held_tensors(part).items()
-    }
-
-
-def memory_order(tensor: torch.Tensor) -> list[int]:
-    """Return a tensor's dimensions as memory has them, from the largest stride on."""
-    return sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
 
 
 def draft(runner: Any) -> tuple[torch.nn.Module | None, bool]:

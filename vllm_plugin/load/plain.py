@@ -20,11 +20,12 @@ import torch
 from deltasync.kernels import native
 from deltasync.live import Segment
 from deltasync.serve import load_plan
+from deltasync.serve.twin import memory_order, tensors_of
 from deltasync.tensors import Delta
 from deltasync.tensors.bits import bits_of, spec_of
 from deltasync.tensors.fingerprint import MASK, tensor_key
 from vllm_plugin import logger
-from vllm_plugin.load.layers import memory_order, restore, tensors_of
+from vllm_plugin.load.layers import restore
 
 Quantize = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Returns the quantized elements, [N], and the scales of groups, [G], from the elements, the largest magnitudes of

@@ -1,43 +1,35 @@
-"""Twins: copies of layers, with storages of their own, that vLLM loads while the layers compute.
+"""Twins: copies of layers, with storages of their own, that an engine loads while the layers compute.
 
-A twin goes through vLLM's own `load_weights` and its layer's own `process_weights_after_loading`, as a reload
-of the layer does. The layer has to hold the tensors that come out.
+A twin goes through the engine's own `load_weights` and its layer's own `process_weights_after_loading`, as a
+reload of the layer does. The layer has to hold the tensors that come out.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+import inspect
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from types import FunctionType, MappingProxyType, MethodType
-from typing import Any
+from enum import Enum
+from types import FunctionType, MappingProxyType, MethodType, ModuleType
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch.utils._pytree import tree_leaves
 
-from deltasync.errors import FingerprintMismatchError, ModelMismatchError
+from deltasync.errors import FingerprintMismatchError, ModelMismatchError, get_logger
 from deltasync.kernels import native
 from deltasync.kernels.backend import backend_of
 from deltasync.live import LiveMemory, Segment, Staged
-from deltasync.serve.load_plan import NOT_HELD
+from deltasync.serve.load_plan import NOT_HELD, held_tensors
 from deltasync.tensors import Changed, Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, dtype_name, int_view
 from deltasync.tensors.delta import joined, of_tensor
 from deltasync.tensors.fingerprint import tensor_key
-from vllm_plugin import logger
-from vllm_plugin.load.layers import (
-    LOADER,
-    alone,
-    closed_over,
-    is_part,
-    memory_order,
-    parts,
-    prepare_reload,
-    tensors_of,
-    whole,
-)
-from vllm_plugin.load.plain import PlainLayer
+
+logger = get_logger(__name__)
 
 Weights = Mapping[str, torch.Tensor]
 Made = dict[torch.nn.Module, dict[str, torch.Tensor]]
@@ -48,76 +40,82 @@ Group = tuple[Mapping[torch.nn.Module, Set[str]], Set[str]]
 these weights."""
 
 
-def load(loaded: torch.nn.Module, config: Any, layers: Iterable[torch.nn.Module], weights: Weights) -> None:
-    """Have vLLM load `layers` of a model, which is as its loader expects it, layer by layer, from these
-    weights. Mutates the layers' tensors in place.
-
-    Raises:
-        Exception: whatever vLLM raises; the layers then hold unknown values.
+def parts(layer: torch.nn.Module) -> dict[str, Any]:
+    """Return a layer, and the engine's objects that it computes with, such as its method, kernels and their
+    settings, by the names of the attributes that lead to them. No other layer is among them.
     """
-    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+    found, known, todo = dict[str, Any](), set[int](), [("", layer)]
+    for path, part in todo:
+        if id(part) in known:
+            continue
+        known.add(id(part))
+        found[path] = part
+        for name, value in {**vars(part), **vars(part).get("_modules", {})}.items():
+            leaves = {name: value}
+            if isinstance(value, list | tuple | dict):
+                leaves = {f"{name}.{number}": leaf for number, leaf in enumerate(tree_leaves(value))}
+            if name not in NOT_HELD:
+                todo += [(f"{path}{own}.", leaf) for own, leaf in leaves.items() if is_part(leaf)]
+    return found
 
-    with alone(weights.values()), whole():
-        try:
-            loaded.load_weights(weights.items())  # type: ignore[operator]
-        finally:
-            for layer in layers:
-                finalize_layerwise_reload(layer, config)
 
-
-def make(model: torch.nn.Module, config: Any, layers: Set[torch.nn.Module], weights: Weights) -> Made:
-    """Return the tensors that a reload of layers from these weights would leave in them. Changes no layer.
-
-    Raises:
-        ModelMismatchError: it would leave other values in them too that are no tensors (`values`).
-        Exception: whatever vLLM raises.
+def is_part(value: object) -> bool:
+    """Whether a layer's attribute is an object of the engine's, or of a class that extends one of its, which may
+    hold values and can be copied: no other layer, no constant, and no owner of memory that it frees.
     """
-    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
-
-    loaded, originals = LOADER.as_loaded(model, restored=False)
-    twins = {layer: twin for twin, layer in originals.items()}
-    modules = {module for layer in layers for module in twins[layer].modules()}
-    separate = _Separate(twins)
-    try:
-        with torch.no_grad():
-            for module in modules:
-                layer = originals[module]
-                separate.module(module, layer)
-                LAYERWISE_INFO[module] = _info(LAYERWISE_INFO[layer], module, layer)
-            for layer in layers:
-                prepare_reload(twins[layer])
-                initialize_layerwise_reload(twins[layer])
-            load(loaded, config, [twins[layer] for layer in layers], weights)
-        for layer in layers:
-            if other := other_values(twins[layer], values(layer)):
-                raise ModelMismatchError(f"{type(layer).__name__}.{other[0]} is another, and is no tensor")
-        return {layer: tensors_of(twins[layer]) for layer in layers}
-    finally:
-        for module in modules:
-            LAYERWISE_INFO.pop(module, None)
+    if isinstance(value, type | Enum) or not hasattr(value, "__dict__") or hasattr(value, "__del__"):
+        return False
+    if isinstance(value, torch.nn.Module):
+        return hasattr(value, "create_weights")  # a method, some of which are modules
+    if hasattr(value, "get_quant_method"):
+        return False  # the model's configuration, which counts the time of loading
+    return any(base.__module__.startswith(_OF_LAYERS) for base in type(value).__mro__)
 
 
-def _info(info: Any, twin: torch.nn.Module, layer: torch.nn.Module) -> Any:
-    """Return what vLLM notes of a layer for its reload, for the twin: with weight loaders of the twin."""
-    from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader
-    from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
-    from vllm.model_executor.model_loader.reload.sanitize import layer_ref_sentinel
-
-    def rebound(tensor: torch.Tensor) -> torch.Tensor:
-        found = to_meta_tensor(tensor)
-        if hasattr(found, "weight_loader"):
-            found.weight_loader = _get_original_loader(found)
-        for key, value in vars(found).items():
-            if isinstance(value, MethodType) and value.__self__ in (layer, layer_ref_sentinel):
-                vars(found)[key] = MethodType(value.__func__, twin)
-        return found
-
-    metadata = tuple({name: rebound(each) for name, each in held.items()} for held in info.restore_metadata)
-    return type(info)(restore_metadata=metadata, restore_device=info.restore_device)
+_OF_LAYERS = "vllm.model_executor.", "vllm.v1.attention.", "sglang.srt.layers."
 
 
-class _Separate:
+def tensors_within(value: object, depth: int = 4) -> Iterator[torch.Tensor]:
+    """Yield the tensors that a value holds that is no part of a layer: weights that another library has packed,
+    or those over which a function is closed.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif depth and not isinstance(value, type | Enum | ModuleType | torch.nn.Module):
+        if isinstance(value, Mapping):
+            held: Iterable[object] = value.values()
+        elif isinstance(value, list | tuple | set):
+            held = value
+        elif isinstance(value, FunctionType):
+            held = closed_over(value)
+        elif isinstance(value, functools.partial):
+            held = (value.func, value.args, value.keywords)
+        else:
+            held = getattr(value, "__dict__", {}).values()
+        for each in held:
+            yield from tensors_within(each, depth - 1)
+
+
+def closed_over(function: FunctionType) -> list[object]:
+    """Return the values that a function has beside its code."""
+    return [*(function.__defaults__ or ()), *inspect.getclosurevars(function).nonlocals.values()]
+
+
+def tensors_of(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return all tensors that a layer computes with, by name: its own, and those of its `parts`."""
+    return {
+        path + name: tensor
+        for path, part in parts(layer).items()
+        for name, tensor in held_tensors(part).items()
+    }
+
+
+def memory_order(tensor: torch.Tensor) -> list[int]:
+    """Return a tensor's dimensions as memory has them, from the largest stride on."""
+    return sorted(range(tensor.ndim), key=tensor.stride().__getitem__, reverse=True)
+
+
+class Separate:
     """Gives copies of modules tensors of their own, and own copies of their `parts`.
 
     Args:
@@ -222,6 +220,17 @@ def _is_same(one: object, other: object) -> bool:
 _OTHERS = torch.Tensor, torch.nn.Module, MethodType
 
 
+class Plain(Protocol):
+    """A layer that needs no twin for a delta (`vllm_plugin.load.plain.PlainLayer`)."""
+
+    names: tuple[str, ...]
+    most_G: np.ndarray | None
+    has_failed: bool
+
+    def stage(self, delta: Delta) -> tuple[Mapping[str, Any], np.ndarray] | None:
+        """Return what changes in each tensor of live memory, and `most_G` afterwards; None for a twin."""
+
+
 class Twins:
     """The tensors that twins make, in live memory: staged, exchanged and proven as weights are.
 
@@ -230,15 +239,15 @@ class Twins:
         groups: Layers in groups that are loaded together, each with the names of its tensors that its weights
             change; and the names of the weights.
         make: Returns the tensors of a group's layers from weights.
-        without: The weights of groups that have no twins: vLLM loads the layers themselves, and what it has
-            loaded is audited.
-        plain: The layers that need no twin for a delta (`plain.find`).
+        without: The weights of groups that have no twins: the engine loads the layers themselves, and what it
+            has loaded is audited.
+        plain: The layers that need no twin for a delta.
 
     Attributes:
         layers: The layers of all groups.
         names: The names of the weights of layers with twins.
-        failed: The names of weights of layers whose twins failed when the last version was staged: vLLM has
-            to load the layers themselves.
+        failed: The names of weights of layers whose twins failed when the last version was staged: the
+            engine has to load the layers themselves.
     """
 
     def __init__(
@@ -247,7 +256,7 @@ class Twins:
         groups: Iterable[Group],
         make: Callable[[Set[torch.nn.Module], Weights], Made],
         without: Set[str] = frozenset(),
-        plain: Mapping[torch.nn.Module, PlainLayer] = MappingProxyType({}),
+        plain: Mapping[torch.nn.Module, Plain] = MappingProxyType({}),
     ) -> None:
         self._groups, self._make = [*groups], make
         changing = {layer: names for layers, _ in self._groups for layer, names in layers.items()}
@@ -280,7 +289,7 @@ class Twins:
         self._memory.audit()
         self._ready, self._done = list[Staged](), list[Staged]()
         # the largest magnitudes after what is ready, or before what is done; None if they are not known
-        self._most = dict[PlainLayer, np.ndarray | None]()
+        self._most = dict[Plain, np.ndarray | None]()
 
     @property
     def remark(self) -> str | None:
@@ -322,7 +331,7 @@ class Twins:
             changes, why = None, "live memory is not what its weights become by elements"
             try:
                 changes = plain.stage(delta)
-            except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+            except Exception as error:  # noqa: BLE001 - the engine's, of any class
                 plain.has_failed, why = True, repr(error)
             if plain.has_failed:
                 logger.warning(
@@ -348,7 +357,7 @@ class Twins:
             try:
                 with self._device.staging():
                     made = self._made(layers.keys(), weights)
-            except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+            except Exception as error:  # noqa: BLE001 - the engine's, of any class
                 logger.warning(
                     "deltasync: twins of the layers of %s failed, so they are loaded in this version's pause: %r",
                     min(names),
@@ -365,7 +374,7 @@ class Twins:
 
         Raises:
             ModelMismatchError: they are not those that its layers hold, and that its weights change.
-            Exception: whatever vLLM raises.
+            Exception: whatever the engine raises.
         """
         made = dict(self._named(self._make(layers, weights)))
         held = dict(self._named({layer: self._live[layer] for layer in layers}))
@@ -437,7 +446,7 @@ class Twins:
             try:
                 with self._device.staging():
                     made = self._made(layers.keys(), {name: old(name) for name in sorted(names)})
-            except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+            except Exception as error:  # noqa: BLE001 - the engine's, of any class
                 logger.warning("deltasync: an audit could not make the twin of %s: %r", min(names), error)
                 continue
             if any(native.fingerprint(tensor_key(name), made[name]) != known[name] for name in made):
@@ -448,7 +457,7 @@ class Twins:
         return bool(wrong)
 
     def reloaded(self, layers: Set[torch.nn.Module]) -> None:
-        """Note that vLLM has loaded these layers themselves: their bits are right as they are."""
+        """Note that the engine has loaded these layers themselves: their bits are right as they are."""
         for layer in layers & self._plain.keys():
             self._plain[layer].most_G, self._plain[layer].has_failed = None, layer in self._distrusted
         self._memory.audit(self._proven(layers))

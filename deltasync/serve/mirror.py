@@ -1,5 +1,5 @@
-"""The fallback for tensors that vLLM keeps in its own layout (repacked, quantized): they are patched in a
-mirror on the host, from which vLLM loads twins of their layers (`twin`) while tokens are generated.
+"""The fallback for tensors that an engine keeps in its own layout (repacked, quantized): they are patched in a
+mirror on the host, from which the engine loads twins of their layers (`twin`) while tokens are generated.
 
 A commit exchanges what differs. Layers that have no twin are loaded again in the pause, twice, because what
 the first time gave is proven by the second. Staging takes work in proportion to the layers that changed.
@@ -10,25 +10,37 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from typing import Any, TypeGuard
+from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from deltasync.channel.documents import sha256_hex
-from deltasync.errors import CommitError, FingerprintMismatchError, ModelMismatchError
+from deltasync.errors import CommitError, FingerprintMismatchError, ModelMismatchError, get_logger
 from deltasync.live import Segment
 from deltasync.serve.derived import is_made
-from deltasync.serve.engine import around
-from deltasync.serve.load_plan import LoadPlan
+from deltasync.serve.load_plan import Loader, LoadPlan
+from deltasync.serve.shard import Engine
+from deltasync.serve.twin import (
+    Group,
+    Made,
+    Plain,
+    Separate,
+    Twins,
+    other_values,
+    overlaps,
+    parts,
+    tensors_of,
+    tensors_within,
+    values,
+)
 from deltasync.tensors import Delta, TensorSpec
 from deltasync.tensors.bits import bits_of, cast, int_view
-from vllm_plugin import logger
-from vllm_plugin.load import plain
-from vllm_plugin.load.layers import LOADER, parts, prepare_reload, tensors_of, tensors_within
-from vllm_plugin.load.twin import Group, Made, Twins, load, make, other_values, overlaps, values
+
+logger = get_logger(__name__)
 
 Layers = Mapping[str, Set[torch.nn.Module]]
 Weights = Mapping[str, torch.Tensor]
@@ -48,7 +60,7 @@ def mirrored(
     layers = {layer for name in plan.reasons for layer in plan.layers[name]}
     wanted = {name for name, of in plan.layers.items() if of & layers}
     copies = {
-        name: _on_host(cast(tensor, specs[name].dtype))
+        name: on_host(cast(tensor, specs[name].dtype))
         for name, tensor in tensors
         if name in wanted and tuple(tensor.shape) == specs[name].shape
     }
@@ -56,18 +68,76 @@ def mirrored(
         plan.reasons.setdefault(name, "others of its layer are loaded again")
     if missing := sorted(wanted - copies.keys()):
         raise ModelMismatchError(
-            f"The checkpoint that vLLM loaded has no {specs[missing[0]]}, and {plan.reasons[missing[0]]}, so "
+            f"The checkpoint that {plan.engine} loaded has no {specs[missing[0]]}, and {plan.reasons[missing[0]]}, so "
             "its layer "
             "cannot be loaded again: serve the checkpoint that the channel starts from."
         )
     return copies
 
 
+class LayerLoader(ABC):
+    """How an engine loads some of a model's layers again.
+
+    Attributes:
+        loader: How it loads models.
+    """
+
+    loader: Loader
+
+    @abstractmethod
+    def load(self, model: torch.nn.Module, layers: Set[torch.nn.Module], weights: Weights) -> None:
+        """Load layers from these weights, and process them, in place. Mutates live weights.
+
+        Raises:
+            Exception: whatever the engine raises; the layers then hold unknown values.
+        """
+
+    @abstractmethod
+    def load_twins(
+        self, loaded: torch.nn.Module, twins: Mapping[torch.nn.Module, torch.nn.Module], weights: Weights
+    ) -> None:
+        """Load twins from these weights, and process them; `loaded` is a copy of the model that has them, and
+        they have tensors of their own. `twins` has the layer of each.
+        """
+
+    @contextlib.contextmanager
+    def noting(self, layers: Iterable[torch.nn.Module]) -> Iterator[Made]:
+        """Yield the tensors, on the host, with which these layers are processed when the body loads them; none
+        if the engine does not show them.
+        """
+        yield {}
+
+    def plain(
+        self, model: torch.nn.Module, groups: Iterable[Group], tensors: Weights
+    ) -> Mapping[torch.nn.Module, Plain]:
+        """Return layers of these groups that need no twin for a delta of the mirrored `tensors`."""
+        return {}
+
+    def make(self, model: torch.nn.Module, layers: Set[torch.nn.Module], weights: Weights) -> Made:
+        """Return the tensors that a reload of layers from these weights would leave in them. Changes no layer.
+
+        Raises:
+            ModelMismatchError: it would leave other values in them too that are no tensors (`values`).
+            Exception: whatever the engine raises.
+        """
+        loaded, originals = self.loader.as_loaded(model, restored=False)
+        of = {layer: twin for twin, layer in originals.items()}
+        separate = Separate(of)
+        with torch.no_grad():
+            for twin in {each for layer in layers for each in of[layer].modules()}:
+                separate.module(twin, originals[twin])
+            self.load_twins(loaded, {of[layer]: layer for layer in layers}, weights)
+        for layer in layers:
+            if other := other_values(of[layer], values(layer)):
+                raise ModelMismatchError(f"{type(layer).__name__}.{other[0]} is another, and is no tensor")
+        return {layer: tensors_of(of[layer]) for layer in layers}
+
+
 class Mirror:
-    """Host copies of tensors as in the checkpoint, which commits mutate, and vLLM's layerwise reload from
+    """Host copies of tensors as in the checkpoint, which commits mutate, and the engine's reload of layers from
     them.
 
-    `config` is vLLM's of the model. `layers` has the modules that tensors are loaded into, `reasons` why they
+    `loading` is the engine's. `layers` has the modules that tensors are loaded into, `reasons` why they
     are mirrored.
 
     Attributes:
@@ -78,12 +148,12 @@ class Mirror:
     def __init__(
         self,
         model: torch.nn.Module,
-        config: Any,
+        loading: LayerLoader,
         layers: Layers,
         tensors: Weights,
         reasons: Mapping[str, str] | None = None,
     ) -> None:
-        self._model, self._config = model, config
+        self._model, self._loading, self._engine = model, loading, loading.loader.engine
         self._layers, self._tensors, self._reasons = layers, tensors, reasons or {}
         self.dirty: set[torch.nn.Module] = set()
         self._numbers = dict[torch.nn.Module, dict[str, object]]()
@@ -121,8 +191,8 @@ class Mirror:
             without |= set() if has_twins else names
             known.add(kind)
         twinned = [(changing, names) for changing, names in groups if not names & without]
-        quantized = plain.find(self._model, twinned, self._tensors)
-        self.twins = Twins(self._model, groups, self._make, without, quantized)
+        plain = self._loading.plain(self._model, twinned, self._tensors)
+        self.twins = Twins(self._model, groups, self._make, without, plain)
 
     def _prove(
         self, layers: Set[torch.nn.Module], names: Sequence[str], one_by_one: bool, covered: Set[int]
@@ -135,7 +205,7 @@ class Mirror:
             for layer in layers
         }
         before = {
-            layer: {name: _on_host(tensor) for name, tensor in tensors.items()}
+            layer: {name: on_host(tensor) for name, tensor in tensors.items()}
             for layer, tensors in live.items()
         }
         places = {
@@ -173,7 +243,7 @@ class Mirror:
                 problem = (
                     problem or f"makes another {elsewhere}, which has weights where nothing can prove them"
                 )
-        except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+        except Exception as error:  # noqa: BLE001 - the engine's, of any class
             problem, cause = f"fails ({str(error) or repr(error)})", error
         finally:
             for held, was in attributes:  # a reload that failed may have left others
@@ -186,9 +256,8 @@ class Mirror:
         if problem is not None:
             reasons = f" ({self._reasons[names[0]]})" if names[0] in self._reasons else ""
             raise ModelMismatchError(
-                f"vLLM does not keep {len(self._tensors)} tensors as they are in the checkpoint{reasons}, "
-                "and having it "
-                f"load them again {problem}, so this model cannot be updated."
+                f"{self._engine} does not keep {len(self._tensors)} tensors as they are in the checkpoint{reasons}, "
+                f"and having it load them again {problem}, so this model cannot be updated."
             ) from cause
         return changing, has_twins
 
@@ -225,7 +294,7 @@ class Mirror:
         attributes = _attributes(before)
         try:
             made = self._make(before.keys(), {name: self._tensors[name] for name in names})
-        except Exception as error:  # noqa: BLE001 - vLLM's, of any class
+        except Exception as error:  # noqa: BLE001 - the engine's, of any class
             logger.info("deltasync: %s has no twin: %r", type(next(iter(before))).__name__, error)
             return None
         if any(
@@ -234,12 +303,11 @@ class Mirror:
         ) or any(held.get(name) is not value for held, was in attributes for name, value in was.items()):
             return None
         return {
-            layer: {name: _on_host(tensors[name]) for name in before[layer]}
-            for layer, tensors in made.items()
+            layer: {name: on_host(tensors[name]) for name in before[layer]} for layer, tensors in made.items()
         }
 
     def _make(self, layers: Set[torch.nn.Module], weights: Weights) -> Made:
-        return make(self._model, self._config, layers, weights)
+        return self._loading.make(self._model, layers, weights)
 
     def stage(self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]) -> None:
         """Make ready what a version's changes, or new bits, of mirrored tensors change in layers with twins.
@@ -285,7 +353,7 @@ class Mirror:
         if not twins.is_intact(layers):
             self.dirty = layers
             raise FingerprintMismatchError(
-                f"vLLM loaded layers of {min(names, default='damaged weights')} twice, with two results."
+                f"{self._engine} loaded layers of {min(names, default='damaged weights')} twice, with two results."
             )
         return reload_s
 
@@ -296,8 +364,8 @@ class Mirror:
         for layer in layers:
             if other := other_values(layer, self._numbers.get(layer, {})):
                 raise FingerprintMismatchError(
-                    f"These weights make {type(layer).__name__}.{other[0]} another number, which vLLM keeps as a "
-                    "constant of its graphs: start the server again from a checkpoint of this version."
+                    f"These weights make {type(layer).__name__}.{other[0]} another number, which {self._engine} keeps "
+                    "as a constant of its graphs: start the server again from a checkpoint of this version."
                 )
 
     def _layers_of(self, names: Iterable[str]) -> set[torch.nn.Module]:
@@ -315,7 +383,7 @@ class Mirror:
         }
 
     def audit(self) -> bool:
-        """Return whether every bit is what twins, or vLLM's reload, have made; if not, all layers are `dirty`."""
+        """Return whether every bit is what twins, or the engine's reload, have made; if not, all layers are `dirty`."""
         is_intact = self.twins.is_intact() and not self.twins.distrust(self._tensors.__getitem__)
         if not is_intact:
             self.dirty = self.dirty | self.twins.layers
@@ -353,33 +421,12 @@ class Mirror:
         return idle
 
     def _loaded(self, names: Sequence[str], layers: Iterable[torch.nn.Module]) -> Made:
-        """Reload, and return the tensors that vLLM's methods of these layers are given, on the host; elements
+        """Reload, and return the tensors that the engine's methods of these layers are given, on the host; elements
         that are not loaded are zero. From equal ones a method makes what it makes in a fresh server: it may take
         the largest of several scales, or leave a tensor unused.
         """
-        from vllm.model_executor.model_loader.reload import layerwise
-
-        found, materialize = Made(), layerwise.materialize_layer
-
-        def zeroed(layer: Any, info: Any) -> None:
-            materialize(layer, info)
-            for tensor in _registered(layer).values():
-                int_view(tensor.data).zero_()
-
-        def noting(process: Any, layer: Any) -> None:
-            found[layer] = {name: _on_host(tensor.data) for name, tensor in _registered(layer).items()}
-            process(layer)
-
-        methods = {id(each): each for layer in layers if (each := getattr(layer, "quant_method", None))}
-        for method in methods.values():
-            around(method, "process_weights_after_loading")(noting)
-        layerwise.materialize_layer = zeroed
-        try:
+        with self._loading.noting(layers) as found:
             self.reload(names)
-        finally:
-            layerwise.materialize_layer = materialize
-            for method in methods.values():
-                vars(method).pop("process_weights_after_loading", None)
         return found
 
     @contextlib.contextmanager
@@ -405,26 +452,64 @@ class Mirror:
         Returns the seconds it took.
 
         Raises:
-            Exception: whatever vLLM raises; the layers then hold unknown values, and are `dirty`.
+            Exception: whatever the engine raises; the layers then hold unknown values, and are `dirty`.
         """
         layers = self._layers_of(changed)
         if not layers:
             return 0.0
         self.dirty = layers
-        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
-        from vllm.utils.torch_utils import set_default_torch_dtype
-
         before = time.perf_counter()
-        names = [name for name, of in self._layers.items() if of & layers]
-        dtype = self._config.dtype  # kernels take the default for that of their outputs
-        with torch.no_grad(), set_default_torch_dtype(dtype), _kept_attributes(layers):
-            for layer in layers:
-                prepare_reload(layer)
-                initialize_layerwise_reload(layer)
-            weights = {name: self._tensors[name] for name in names}
-            load(LOADER.as_loaded(self._model, restored=False)[0], self._config, layers, weights)
+        weights = {name: self._tensors[name] for name, of in self._layers.items() if of & layers}
+        with torch.no_grad():
+            self._loading.load(self._model, layers, weights)
         self.dirty = set()
         return time.perf_counter() - before
+
+
+class MirroringEngine(Engine):
+    """The part of an engine that loads layers again which it does not keep as they are in the checkpoint.
+
+    Attributes:
+        layers: How it does.
+    """
+
+    layers: LayerLoader
+    _mirror: Mirror | None = None  # before `reloads`
+
+    def reloads(self, recorded: LoadPlan, specs: Mapping[str, TensorSpec]) -> dict[str, list[Segment]]:
+        """As `Engine.reloads`."""
+        tensors = mirrored(recorded, specs, self.checkpoint()) if recorded.reasons else {}
+        layers = {name: recorded.layers[name] for name in tensors}
+        self._mirror = Mirror(self.model, self.layers, layers, tensors, recorded.reasons)
+        self.mirrored = tensors.keys()
+        return self._mirror.segments
+
+    def prove(self, covered: Set[int], reloaded: Set[torch.nn.Module] = frozenset()) -> None:
+        """As `Engine.prove`."""
+        if self._mirror is not None:
+            self._mirror.prove(covered)
+            self.twinned = self._mirror.twins.names
+            reloaded |= self._mirror.modules
+        super().prove(covered, reloaded)
+
+    def stage(self, changes: Delta | Mapping[str, np.ndarray], names: Set[str]) -> None:
+        """As `Engine.stage`."""
+        if self._mirror is not None:
+            self._mirror.stage(changes, names)
+            self.remark = self._mirror.twins.remark
+
+    def refresh(self, changed: Iterable[str]) -> float:
+        """As `Engine.refresh`."""
+        reload_s = 0.0 if self._mirror is None else self._mirror.refresh(changed)
+        return reload_s + super().refresh(changed)
+
+    def made(self) -> dict[str, str]:
+        """As `Engine.made`."""
+        return super().made() | ({} if self._mirror is None else self._mirror.made())
+
+    def is_intact(self) -> bool:
+        """As `Engine.is_intact`."""
+        return (self._mirror is None or self._mirror.audit()) and super().is_intact()
 
 
 class _Collectives(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch's base class is untyped
@@ -456,7 +541,7 @@ class _Hidden:
             for layer in layers
         }
         self._copies = [
-            (f"{type(layer).__name__}.{name}", tensor, _on_host(tensor))
+            (f"{type(layer).__name__}.{name}", tensor, on_host(tensor))
             for layer, held in self._values.items()
             for name, value in held.items()
             for tensor in tensors_within(value)
@@ -477,35 +562,6 @@ def _attributes(layers: Iterable[torch.nn.Module]) -> list[tuple[dict[str, Any],
     return [(vars(part), dict(vars(part))) for layer in layers for part in parts(layer).values()]
 
 
-@contextlib.contextmanager
-def _kept_attributes(layers: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Keep tensors that layers and their `parts` hold in attributes at their addresses, which CUDA graphs
-    have, if the body makes others.
-    """
-    before = [
-        (layer, path, name, value)
-        for layer in layers
-        for path, part in parts(layer).items()
-        for name, value in vars(part).items()
-        if _is_tensor(value)
-    ]
-    yield
-    now = {layer: parts(layer) for layer in layers}
-    for layer, path, name, tensor in before:
-        attributes = vars(now[layer][path]) if path in now[layer] else {}
-        other = attributes.get(name)
-        if (
-            other is not tensor
-            and _is_tensor(other)
-            and (other.dtype, other.shape) == (tensor.dtype, tensor.shape)
-        ):
-            attributes[name] = tensor.copy_(other)
-
-
-def _is_tensor(value: object) -> TypeGuard[torch.Tensor]:
-    return isinstance(value, torch.Tensor) and not value.is_meta
-
-
 def _together(layers: Layers) -> list[tuple[set[torch.nn.Module], set[str]]]:
     """Group layers, with the tensors that are loaded into them, so that no two groups share a layer."""
     groups: list[tuple[set[torch.nn.Module], set[str]]] = []
@@ -519,7 +575,8 @@ def _together(layers: Layers) -> list[tuple[set[torch.nn.Module], set[str]]]:
     return groups
 
 
-def _on_host(tensor: torch.Tensor) -> torch.Tensor:
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy on the host."""
     return tensor.to("cpu", copy=True, memory_format=torch.contiguous_format)
 
 
@@ -538,11 +595,6 @@ def _differ(now: Weights, tensors: Weights) -> set[str]:
 
 def _numbers(layer: torch.nn.Module) -> dict[str, object]:
     return {name: value for name, value in values(layer).items() if isinstance(value, float)}
-
-
-def _registered(layer: torch.nn.Module) -> dict[str, torch.Tensor]:
-    held = {**layer._parameters, **layer._buffers}
-    return {name: tensor for name, tensor in held.items() if tensor is not None and not tensor.is_meta}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
