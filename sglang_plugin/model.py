@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from deltasync.errors import ModelMismatchError
-from deltasync.serve import derived, load_plan
-from deltasync.serve.shard import Engine
+from deltasync.serve import derived
+from deltasync.serve.mirror import MirroringEngine
 from deltasync.tensors.bits import dtype_name
 from sglang_plugin import refusals
+from sglang_plugin.reload import SglangLayers, note_built
 
 
 def note_loads() -> None:
@@ -22,6 +23,7 @@ def note_loads() -> None:
 
     def noted(model: Any, *args: Any) -> Any:
         derived.note_built(model)
+        note_built(model)
         done = load(model, *args)
         derived.note_loaded(model)
         return done
@@ -29,22 +31,15 @@ def note_loads() -> None:
     DefaultModelLoader.load_weights_and_postprocess = staticmethod(noted)
 
 
-def _restore(twin: torch.nn.Module, module: torch.nn.Module) -> None:
-    """Keep a copy of a model from making what it keeps beside parameters, which a commit has made again after
-    it.
-    """
-    if hasattr(module, "post_load_weights"):
-        twin.post_load_weights = lambda *_, **__: None  # type: ignore[assignment]
-
-
-class ModelEngine(Engine):
+class ModelEngine(MirroringEngine):
     """The model of one of SGLang's model runners.
 
     Raises:
         ConfigError: its weights are not where deltas reach them.
     """
 
-    loader = load_plan.Loader("SGLang", _restore)
+    layers = SglangLayers()
+    loader = layers.loader
 
     def __init__(self, runner: Any) -> None:
         self._runner, self.model = runner, runner.model

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from deltasync.config import ReplicaSettings
 from deltasync.errors import ConfigError
 
@@ -43,7 +45,7 @@ OPTIONS: dict[str, dict[str, object]] = {
             "enable_eplb": False,
             "ep_num_redundant_experts": 0,
         },
-        **{"elastic_ep_backend": None, "quantization": None},
+        **{"elastic_ep_backend": None},
     },
     "was not run with deltasync": {
         **{
@@ -64,10 +66,13 @@ ADAPTER_OPTIONS: dict[str, dict[str, object]] = {
     "unloads versions of the adapter that requests may name": {"max_loaded_loras": None},
     "was not run with an adapter's channel": {
         **{"enable_memory_saver": False, "enable_lora_overlap_loading": False},
-        "experts_shared_outer_loras": False,
+        **{"experts_shared_outer_loras": False, "quantization": None},
     },
 }
 """As `OPTIONS`, of a server that follows an adapter."""
+
+QUANTIZATIONS = ("fp8", "w8a8_fp8")
+"""What SGLang may make of weights, proven to be made as a fresh server makes it."""
 
 
 def check(server_args: Any) -> None:
@@ -87,6 +92,7 @@ def check(server_args: Any) -> None:
     settings, config = ReplicaSettings.from_env(), resolving_view(server_args)
     settings.check_no_max_lag()
     _check_adapter(settings.adapter, config)
+    _check_quantization(config.quantization)
     for what, options in (OPTIONS | (ADAPTER_OPTIONS if settings.adapter else {})).items():
         for name, followed in options.items():
             found = getattr(config, name)
@@ -114,5 +120,20 @@ def check_model(model: Any) -> None:
     """Raise ConfigError for a model, as SGLang has loaded it, whose weights are not where deltas reach
     them.
     """
+    if (quantization := getattr(model, "quant_config", None)) is not None:
+        _check_quantization(quantization.get_name())
+        for name, parameter in model.named_parameters():
+            if made := [key for key, each in vars(parameter).items() if isinstance(each, torch.Tensor)]:
+                raise ConfigError(
+                    f"SGLang keeps {name}.{made[0]}, made of weights, where deltas do not reach it."
+                )
     if any(getattr(module, "use_intel_amx_backend", False) for module in model.modules()):
         raise ConfigError("SGLang has packed this model's weights for AMX, where deltas do not reach them.")
+
+
+def _check_quantization(name: str | None) -> None:
+    if name is not None and name not in QUANTIZATIONS:
+        raise ConfigError(
+            f"Weights that SGLang quantizes by {name} were not run with deltasync: serve with --quantization "
+            f"{' or '.join(QUANTIZATIONS)}, or without quantization."
+        )

@@ -316,6 +316,8 @@ def test_pins(server: Server) -> None:
 
 LAID_OUT = "deepseek_v2", "deepseek_v3_lora", "llama", "qwen3_moe", "gemma3"
 """Architectures of which each tensor changes alone; with those after them in `make test-sglang`."""
+LIVED = "life:fp8", "life:w8a8_fp8"
+"""Quantizations that SGLang makes of the checkpoint while it loads it."""
 MORE = (
     *(
         "mixtral",
@@ -339,10 +341,11 @@ def laid_out(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     """What `sglang_layouts` says, in SGLang's environment."""
     folder, cases = (
         tmp_path_factory.mktemp("layouts"),
-        [*LAID_OUT, *(MORE if "LONG_TESTS" in os.environ else ())],
+        [*LAID_OUT, *LIVED, *(MORE if "LONG_TESTS" in os.environ else ())],
     )
     for name in cases:
-        save_model(folder / name, CASES[name].config, **CASES[name].fields)
+        case = CASES["qwen3" if name in LIVED else name]
+        save_model(folder / name, case.config, **case.fields)
     command = [sglang_server.PYTHON, "-W", "ignore", "-m", "tests.integration.sglang_layouts", folder, *cases]
     environ = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -367,6 +370,21 @@ def test_each_tensor_alone_leads_where_a_fresh_load_does(
     assert found["alone"] == {}
     products = {f"model.layers.{layer}.self_attn.{name}" for layer in range(2) for name in ("w_kc", "w_vc")}
     assert products <= {*found["changed"]} or not case.startswith("deepseek")
+
+
+@pytest.mark.parametrize("case", LIVED)
+def test_a_quantized_model_ends_where_a_fresh_load_does(
+    case: str, laid_out: dict[str, dict[str, Any]]
+) -> None:
+    """After ten versions, damage, sleep, a twin that fails, and a version that is rolled back."""
+    found = laid_out[case]
+    moments = "ten versions", "damage", "sleep", "a twin that fails", "twins again", "a rollback"
+    assert [found[each]["versions"] for each in moments] == [[each] * 2 for each in (10, 10, 10, 11, 12, 12)]
+    assert all(found[each]["same"] and found[each]["differences"] == [] for each in moments)
+    assert all((found[each]["made"], found[each]["twinned"]) == (16, 14) for each in moments)
+    assert found["repaired"]
+    *before, failing, again = (reload_s > 0 for reload_s in found["twins again"]["reload_s"])
+    assert (any(before), failing, again) == (False, True, False)
 
 
 def save_latent(folder: Path) -> Path:
@@ -509,6 +527,11 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
         except ConfigError as error:
             assert str(error).startswith(f"--{name.replace('_', '-')} {other} {what}"), error
             print(name)
+    for name in (*refusals.QUANTIZATIONS, "awq"):
+        try:
+            refusals.check(Options(quantization=name))
+        except ConfigError as error:
+            print(error)
     import torch
     model = torch.nn.Linear(1, 1)
     refusals.check_model(model)
@@ -530,8 +553,9 @@ with mock.patch("sglang.srt.arg_groups.overrides.resolving_view", lambda options
     from sglang_plugin.refusals import OPTIONS
 
     expected = [name for options in OPTIONS.values() for name in options]
-    *names, packed, version = done.stdout.strip().splitlines()[-len(expected) - 2 :]
+    *names, quantized, packed, version = done.stdout.strip().splitlines()[-len(expected) - 3 :]
     assert names == expected
+    assert quantized.startswith("Weights that SGLang quantizes by awq were not run with deltasync")
     assert "for AMX" in packed
     said = [line.removeprefix("LoRA: ") for line in done.stdout.splitlines() if line.startswith("LoRA: ")]
     assert [sentence.split(" ")[0] for sentence in said] == [
