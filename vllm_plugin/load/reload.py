@@ -35,6 +35,7 @@ class VllmLayers(LayerLoader):
 
         # kernels take the default for that of their outputs
         with set_default_torch_dtype(self._config.dtype), _kept_attributes(layers):
+            _begin(layers)
             self._load(self.loader.as_loaded(model, restored=False)[0], layers, weights)
 
     def load_twins(
@@ -51,7 +52,8 @@ class VllmLayers(LayerLoader):
         try:
             for twin, layer in modules.items():
                 LAYERWISE_INFO[twin] = _info(LAYERWISE_INFO[layer], twin, layer)
-            self._load(loaded, twins.keys(), weights)
+            _begin(twins)
+            self._load(loaded, twins, weights)
         finally:
             for twin in modules:
                 LAYERWISE_INFO.pop(twin, None)
@@ -89,24 +91,27 @@ class VllmLayers(LayerLoader):
         """As `LayerLoader.plain`."""
         return plain.find(model, groups, tensors)
 
-    def _load(self, loaded: torch.nn.Module, layers: Set[torch.nn.Module], weights: Weights) -> None:
+    def _load(self, loaded: torch.nn.Module, layers: Iterable[torch.nn.Module], weights: Weights) -> None:
         """Have vLLM load `layers` of a model, which is as its loader expects it, layer by layer. Mutates the
         layers' tensors in place.
         """
-        from vllm.model_executor.model_loader.reload import (
-            finalize_layerwise_reload,
-            initialize_layerwise_reload,
-        )
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
 
-        for layer in layers:
-            prepare_reload(layer)
-            initialize_layerwise_reload(layer)
         with alone(weights.values()), whole():
             try:
                 loaded.load_weights(weights.items())  # type: ignore[operator]
             finally:
                 for layer in layers:
                     finalize_layerwise_reload(layer, self._config)
+
+
+def _begin(layers: Iterable[torch.nn.Module]) -> None:
+    """Have vLLM put meta tensors in the place of the parameters of layers."""
+    from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+    for layer in layers:
+        prepare_reload(layer)
+        initialize_layerwise_reload(layer)
 
 
 def _info(info: Any, twin: torch.nn.Module, layer: torch.nn.Module) -> Any:
