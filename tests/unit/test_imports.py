@@ -53,7 +53,6 @@ PLUGINS_KNOWN = {
     "trl_callback stores",
     "trl_callback tensors.bits",
     "trl_callback threads",
-    "vllm_plugin channel.documents",
     "vllm_plugin channel.reading",
     "vllm_plugin following",
     "vllm_plugin kernels.backend",
