@@ -10,12 +10,11 @@ import torch
 
 from deltasync.errors import FingerprintMismatchError, StageError
 from deltasync.kernels import native
-from deltasync.serve.twin import Made, Twins
+from deltasync.serve.twin import Made, Twins, memory_order
 from deltasync.tensors import Delta, Layout, TensorSpec
 from deltasync.tensors.bits import bits_of, tensor_of
 from deltasync.tensors.delta import joined, of_tensor
 from deltasync.tensors.fingerprint import tensor_key
-from vllm_plugin.load.layers import memory_order
 from vllm_plugin.load.plain import ElementChanges, PlainLayer, Quantize, WeightPart
 
 ROWS, COLUMNS = 12, 20
