@@ -458,7 +458,7 @@ def test_a_server_with_another_model_has_no_digest_and_says_why(
         why = client.get("/deltasync/status").json()["error"]
         reply = client.get("/deltasync/digest")
         assert (reply.status_code, reply.json()["error"].endswith(why)) == (503, True), reply.text
-        assert "have no digest. ApplyError: " in reply.json()["error"]
+        assert "have no digest. ModelMismatchError: " in reply.json()["error"]
 
 
 def test_a_server_that_follows_nothing_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
