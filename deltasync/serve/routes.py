@@ -188,7 +188,8 @@ class Routes:
         try:
             return await _in_thread(read)
         except ApplyError as error:
-            raise Refused(503, f"{error} {follow.error or ''}".rstrip()) from None
+            what, why = str(error), follow.error or ""
+            raise Refused(503, why if what in why else f"{what} {why}".rstrip()) from None
 
     async def sync(self, timeout_s: float, *, version: int | None = None, step: int | None = None) -> Any:
         """Reply once what `Follow.request` takes is served, or with 504 after `timeout_s`."""
