@@ -28,6 +28,8 @@ import triton.language as tl
 
 from deltasync.gpu.coder import LANES, _bucket, _groups, _open, _pull_number, _unzigzag, _zigzag
 from deltasync.gpu.common import UNSIGNED, on, popcount
+from deltasync.kernels import native
+from deltasync.kernels.native import ADDRESS, COLUMNS, ROWS, STRIDE
 from deltasync.kernels.rans import RATIO, RATIO_BITS, Classes
 from deltasync.tensors import bounds
 
@@ -37,24 +39,7 @@ CHUNK = 128
 SPAN = 16
 """Chunks of a span. Chunks and counts of blocks are filled up to whole ones."""
 
-(
-    ADDRESS,
-    COLUMNS,
-    STRIDE,
-    ROWS,
-    FIRST,
-    SHIFT,
-    MASK,
-    GROUP,
-    CLASS,
-    CLASSES,
-    PAIR,
-    CHUNKS,
-    COUNT,
-    BEFORE,
-    WIDTH,
-    FIELDS,
-) = range(16)
+GROUP, CLASS, CLASSES, PAIR, CHUNKS, COUNT, BEFORE, WIDTH, FIELDS = range(native.FIELDS, 16)
 """Columns of a table of blocks: those of `kernels.native.FIELDS`; number of the group, of its first class,
 how many it has; number of the block's first pair; number of chunks; the numbers of counts, and of chunks, of
 all blocks before; positions from row to row."""

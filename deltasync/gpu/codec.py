@@ -28,11 +28,12 @@ from deltasync.codec.tiles import Tiling
 from deltasync.errors import CorruptDataError, StageError
 from deltasync.gpu import classes as gpu_classes
 from deltasync.gpu import coder as gpu_coder
-from deltasync.gpu.classes import COLUMNS, ROWS, BlockBits, Changes
+from deltasync.gpu.classes import BlockBits, Changes
 from deltasync.gpu.coder import Streams
 from deltasync.gpu.delta import DeviceBits, DeviceDelta, DeviceSparse
 from deltasync.gpu.held import HeldTiles
 from deltasync.kernels import native
+from deltasync.kernels.native import COLUMNS, ROWS
 from deltasync.kernels.rans import RATIO, RATIO_BITS, Classes
 from deltasync.tensors import Changed, Delta, Layout, Sparse, TensorSpec, Vector, bounds
 from deltasync.tensors.bits import SIGNED, UNSIGNED

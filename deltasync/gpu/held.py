@@ -13,7 +13,7 @@ import numpy as np
 from deltasync.codec import tiles
 from deltasync.codec.tiles import Tiling
 from deltasync.errors import StageError
-from deltasync.gpu.classes import ADDRESS, COLUMNS, ROWS, STRIDE
+from deltasync.kernels.native import ADDRESS, COLUMNS, ROWS, STRIDE
 from deltasync.tensors import Vector, bounds, region_size
 
 if TYPE_CHECKING:

@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 
 CURE = "Install a C compiler and deltasync again; in a checkout: python setup.py build_ext --inplace."
 
-FIELDS = 7
-"""Columns of a table of blocks: address of the first element, columns, elements from row to row, rows,
-position of the first element in the vector, shift and mask of the field that an element's class follows
-from."""
+ADDRESS, COLUMNS, STRIDE, ROWS, FIRST, SHIFT, MASK, FIELDS = range(8)
+"""Columns of a table of blocks, and how many there are: address of the first element, columns, elements from
+row to row, rows, position of the first element in the vector, shift and mask of the field that an element's
+class follows from."""
 
 _ROW, _CHUNK = 1 << 16, 1 << 12  # most elements, and most changes, of a row of the extension
 _LAUNCH = 1 << 28  # elements that one call compares

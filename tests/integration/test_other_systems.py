@@ -66,7 +66,7 @@ folder = pathlib.Path(sys.argv[1])
 works((folder / "a run").as_uri())
 works("memory://run")
 # GPU kernels and what calls them are for Linux; open_store takes object.PortableStore where there is no stores.local.
-KERNELS = ("classes", "codec", "coder", "common", "detect", "encode", "held", "segments")
+KERNELS = ("classes", "codec", "coder", "common", "detect", "encode", "segments")
 LEFT_OUT = (*(f"deltasync.gpu.{name}" for name in KERNELS), "deltasync.stores.local", "deltasync.__main__")
 for found in pkgutil.walk_packages(deltasync.__path__, "deltasync."):
     if not found.name.startswith(LEFT_OUT):
