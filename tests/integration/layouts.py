@@ -14,7 +14,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import transformers
@@ -24,6 +24,9 @@ from deltasync import Publisher
 from deltasync.config import ReplicaSettings
 from deltasync.tensors.bits import cast, dtype_for
 from deltasync.trainer.stream import QUANTIZATION, fp8_blocks
+
+if TYPE_CHECKING:
+    from tests.integration.vllm_server import Server
 
 
 class Engine(Protocol):
@@ -396,6 +399,18 @@ def follow(path: Path, case: Case, engine: Engine) -> dict[str, Any]:
     if case.tied and not told["alone"]:
         told["untied"] = untied(folder, case, second, caught_up, model)
     return told
+
+
+def end_life(server: Server, publish: Callable[..., None], note: Callable[[str], None]) -> None:
+    """Note what became of a version whose twins failed; publish one more, and one that is rolled back."""
+    note("a twin that fails")
+    publish()
+    note("twins again")
+    before = {name: tensor.clone() for name, tensor in server.weights.items()}
+    with server.publishing_a_wrong_fingerprint():
+        publish(1.5)
+    server.weights |= before
+    note("a rollback")
 
 
 def other_than(name: str, weight: torch.Tensor) -> torch.Tensor:

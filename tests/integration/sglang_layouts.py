@@ -46,7 +46,7 @@ from deltasync.serve.shard import Shard
 from deltasync.serve.shards import EngineClient, ShardsTarget
 from sglang_plugin.model import ModelEngine, note_loads
 from sglang_plugin.reload import SglangLayers
-from tests.integration.layouts import CASES, Case, differences, follow, save, tensors_of
+from tests.integration.layouts import CASES, Case, differences, end_life, follow, save, tensors_of
 from tests.integration.vllm_server import Server
 
 
@@ -162,14 +162,7 @@ def life(path: Path, case: Case) -> dict[str, Any]:
 
         with mock.patch.object(SglangLayers, "make", in_pauses_alone):
             publish()
-        note("a twin that fails")
-        publish()
-        note("twins again")
-        before = {name: tensor.clone() for name, tensor in weights.items()}
-        with server.publishing_a_wrong_fingerprint():
-            publish(1.5)
-        weights |= before
-        note("a rollback")
+        end_life(server, publish, note)
     return told
 
 

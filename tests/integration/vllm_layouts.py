@@ -44,7 +44,7 @@ from deltasync.config import ReplicaSettings
 from deltasync.errors import DeltaSyncError
 from deltasync.following import Follow
 from tests.integration import quantizers, vllm_kernels
-from tests.integration.layouts import CASES, Case, follow, other_than, quantized, save
+from tests.integration.layouts import CASES, Case, end_life, follow, other_than, quantized, save
 from tests.integration.vllm_server import Server, save_model
 from vllm_plugin.worker import DeltaSyncWorkerExtension
 from vllm_plugin.load.layers import keep_weights_addressable, note_models
@@ -203,14 +203,7 @@ def life(path: Path, case: Case) -> dict[str, Any]:
         failing = mock.patch.object(VllmLayers, "make", side_effect=RuntimeError("out of memory"))
         with failing, mock.patch.object(PlainLayer, "stage", return_value=None):
             publish()
-        note("a twin that fails")
-        publish()
-        note("twins again")
-        before = {name: tensor.clone() for name, tensor in weights.items()}
-        with server.publishing_a_wrong_fingerprint():
-            publish(1.5)
-        weights |= before
-        note("a rollback")
+        end_life(server, publish, note)
     return told
 
 
